@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -39,6 +40,11 @@ class Document:
     prompt_length: int
     features: torch.Tensor
     source: str
+
+    def cut(self, length: int) -> Document:
+        """The same document with at most `length` tokens."""
+        kept = self.tokens[:length], self.prompt_length, self.features[:length]
+        return Document(*kept, self.source)
 
 
 class StoreWriter:
@@ -119,7 +125,7 @@ class FeatureStore:
         self._columns = None
         if self.layer_ids != stored:
             self._columns = [stored.index(i) for i in self.layer_ids]
-        self._open: dict[Path, object] = {}
+        self._open: dict[Path, Any] = {}
         self.entries = [e for f in self.folders for e in self._scan(f)]
         if not self.entries:
             raise StoreError(
@@ -147,15 +153,20 @@ class FeatureStore:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __getitem__(self, index: int) -> Document:
+    def prompt(self, index: int) -> torch.Tensor:
+        """int64 [P] prompt tokens of a document, without reading its features."""
         entry = self.entries[index]
+        return self._read(entry, "tokens", entry.token_start, entry.prompt_length).long()
+
+    def _read(self, entry: _Entry, name: str, start: int, count: int) -> torch.Tensor:
         if entry.shard not in self._open:
             self._open[entry.shard] = safe_open(entry.shard, "pt")
-        handle = self._open[entry.shard]
-        first, last = entry.token_start, entry.token_start + entry.token_count
-        tokens = handle.get_slice("tokens")[first:last].long()  # type: ignore[attr-defined]
-        first, last = entry.feature_start, entry.feature_start + entry.feature_count
-        features = handle.get_slice("features")[first:last]  # type: ignore[attr-defined]
+        return self._open[entry.shard].get_slice(name)[start : start + count]
+
+    def __getitem__(self, index: int) -> Document:
+        entry = self.entries[index]
+        tokens = self._read(entry, "tokens", entry.token_start, entry.token_count).long()
+        features = self._read(entry, "features", entry.feature_start, entry.feature_count)
         if self._columns is not None:
             split = features.view(len(features), -1, self.hidden_size)
             features = split[:, self._columns].flatten(1)

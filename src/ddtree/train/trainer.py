@@ -1,0 +1,345 @@
+"""The training loop: one process or many, resumable after a kill at any moment."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+
+from ddtree.drafter import DFlashConfig, DFlashDraftModel, config_for_target, save_drafter
+from ddtree.train.batch import Batch
+from ddtree.train.estimate import CHAIN, DocumentTau, block_embeddings, estimate_tau
+from ddtree.train.objective import LossResult, Vocabulary, block_loss, sample_vocabulary
+from ddtree.train.producer import BatchPlan, Producer
+from ddtree.train.settings import TrainSettings
+from ddtree.train.sources import DocumentSource, open_source, split_validation
+from ddtree.train.start import copy_target_layers
+
+STATE_FILE = "state.pt"
+BAD_BATCH_FILE = "bad-batch.pt"
+# Responses read to find the most frequent tokens.
+_FREQUENCY_DOCUMENTS = 2000
+
+
+class TrainingStopped(RuntimeError):
+    """The loss became non-finite; the message says where the batch was saved."""
+
+
+@dataclass
+class StepTotals:
+    """Sums over micro-batches and ranks, to be divided once."""
+
+    values: Tensor
+
+    @classmethod
+    def empty(cls, horizon: int, device: torch.device) -> StepTotals:
+        return cls(torch.zeros(2 + 3 * horizon, device=device))
+
+    def add(self, result: LossResult) -> None:
+        scalars = torch.stack((result.total.detach(), result.weight))
+        self.values += torch.cat((scalars, result.hits, result.counts, result.nll))
+
+    @property
+    def loss(self) -> float:
+        """Weighted mean negative log-likelihood."""
+        return (self.values[0] / self.values[1].clamp(min=1e-9)).item()
+
+    def accuracy(self) -> list[float]:
+        """Share of correct argmax tokens by position after the root."""
+        hits, counts, _ = self.values[2:].view(3, -1)
+        return (hits / counts.clamp(min=1)).tolist()
+
+
+@dataclass
+class Trainer:
+    """A run described by its settings.
+
+    Args:
+        settings: the run; target: the frozen transformers causal model.
+        say: receives one line per event worth showing.
+    """
+
+    settings: TrainSettings
+    target: nn.Module
+    say: Any = print
+    step: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        s = self.settings
+        set_seed(s.seed)
+        self.accelerator = Accelerator(
+            mixed_precision=s.mixed_precision, cpu=not torch.cuda.is_available()
+        )
+        if s.threads:
+            torch.set_num_threads(s.threads)
+        self.out = Path(s.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.config = drafter_config(s, self.target)
+        model = DFlashDraftModel(self.config)
+        if s.copy_layers:
+            copy_target_layers(model, self.target, s.copy_layers)
+        self.target.to(self.accelerator.device).eval().requires_grad_(False)
+        self._embedding = self.target.get_input_embeddings()  # type: ignore[operator]
+        self._head = self.target.get_output_embeddings().weight  # type: ignore[operator, union-attr]
+        optimiser = torch.optim.AdamW(
+            decay_groups(model, s.weight_decay), lr=s.lr, betas=(0.9, s.beta2), fused=False
+        )
+        self.model, self.optimiser = self.accelerator.prepare(model, optimiser)
+        self._open_data()
+        self._resume()
+
+    def _open_data(self) -> None:
+        s = self.settings
+        self.source: DocumentSource = open_source(
+            s.data, self.target, self.config.target_layer_ids, s.max_tokens
+        )
+        training, self.validation = split_validation(self.source, s.validation)
+        self.plan = BatchPlan(
+            self.source,
+            training,
+            s.documents,
+            s.anchors,
+            s.block_size,
+            s.seed,
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+            s.max_tokens,
+        )
+        self._common = torch.zeros(0, dtype=torch.long)
+        if s.common_tokens:
+            self._common = common_tokens(self.source, training, s.common_tokens)
+
+    def run(self) -> None:
+        """Train to the last step, from wherever the output folder left off.
+
+        Raises:
+            TrainingStopped: the loss is not finite.
+        """
+        s = self.settings
+        last = min(s.steps, s.stop_step or s.steps)
+        first = self.step
+        producer = Producer(self.plan.batch, first * s.accumulate, last * s.accumulate)
+        batches = iter(producer)
+        began, self._log = time.perf_counter(), self._tensorboard()
+        window = StepTotals.empty(s.block_size - 1, self.accelerator.device)
+        try:
+            while self.step < last:
+                window.values += self._train_step(batches).values
+                self.step += 1
+                if self.step % s.log_every == 0:
+                    self._report(window, began, first, last, producer.waited)
+                    window = StepTotals.empty(s.block_size - 1, self.accelerator.device)
+                if s.evaluate_every and self.step % s.evaluate_every == 0:
+                    self._evaluate()
+                if self.step % s.save_every == 0 or self.step == last:
+                    self.save()
+        finally:
+            producer.close()
+            self._log.close()
+
+    def _train_step(self, batches) -> StepTotals:
+        s = self.settings
+        set_lr(self.optimiser, learning_rate(s, self.step))
+        totals = StepTotals.empty(s.block_size - 1, self.accelerator.device)
+        self.optimiser.zero_grad()
+        for micro in range(s.accumulate):
+            batch = next(batches)
+            result = self._loss(batch, self.step * s.accumulate + micro)
+            self._check_finite(result.total, batch)
+            totals.add(result)
+            self.accelerator.backward(result.total)
+        totals.values = self.accelerator.reduce(totals.values, "sum")
+        # Ranks average their gradients of sums; one division by the global weight makes the
+        # step independent of how documents fall on ranks and micro-batches.
+        scale = self.accelerator.num_processes / totals.values[1].clamp(min=1e-9)
+        scale = scale * self.accelerator.gradient_accumulation_steps
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= scale
+        self.gradient_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), s.clip)
+        self.optimiser.step()
+        return totals
+
+    def _loss(self, batch: Batch, index: int) -> LossResult:
+        s, device = self.settings, self.accelerator.device
+        batch = batch.to(device, torch.float32)
+        vocabulary = self._vocabulary(batch, index)
+        with self.accelerator.autocast():
+            embeddings = block_embeddings(self._raw(), self._embedding, batch.roots)
+            hidden = self.model(batch.context, embeddings)[:, 1:]
+        return block_loss(
+            hidden,
+            batch.labels,
+            self._head,
+            vocabulary=vocabulary,
+            decay=s.decay,
+            dpace_alpha=s.dpace_alpha,
+        )
+
+    def _vocabulary(self, batch: Batch, index: int) -> Vocabulary:
+        s = self.settings
+        if not s.common_tokens and not s.sampled_tokens:
+            return Vocabulary()
+        rank = self.accelerator.process_index
+        generator = torch.Generator().manual_seed(s.seed * 104_729 + index * 64 + rank)
+        common = self._common.to(batch.labels.device)
+        return sample_vocabulary(batch.labels, common, s.sampled_tokens, len(self._head), generator)
+
+    def _check_finite(self, total: Tensor, batch: Batch) -> None:
+        if torch.isfinite(total):
+            return
+        path = self.out / BAD_BATCH_FILE
+        torch.save({"step": self.step, "batch": batch}, path)
+        raise TrainingStopped(
+            f"the loss is {total.item()} at step {self.step}; the batch was saved to {path}"
+        )
+
+    def _report(self, window: StepTotals, began, first, last, waited) -> None:
+        elapsed = time.perf_counter() - began
+        rate = elapsed / (self.step - first)
+        accuracy = window.accuracy()
+        if not self.accelerator.is_main_process:
+            return
+        scalars = {
+            "loss": window.loss,
+            "lr": self.optimiser.param_groups[0]["lr"],
+            "gradient_norm": float(self.gradient_norm),
+            "seconds_per_step": rate,
+            "waiting_share": waited / elapsed,
+            **{f"accuracy/{k}": a for k, a in enumerate(accuracy, 1)},
+        }
+        for name, value in scalars.items():
+            self._log.add_scalar(f"train/{name}", value, self.step)
+        self.say(
+            f"step {self.step}/{last} epoch {self.plan.epoch(self.step * self.settings.accumulate):.2f} "
+            f"loss {window.loss:.3f} accuracy {' '.join(f'{a:.2f}' for a in accuracy)} "
+            f"{rate:.2f} s/step waiting {waited / elapsed:.0%} eta {rate * (last - self.step) / 60:.0f} min"
+        )
+
+    def _evaluate(self) -> None:
+        if not self.accelerator.is_main_process or not self.validation:
+            return
+        s, model = self.settings, self._raw()
+        model.eval()
+        chosen = self.validation[: s.evaluate_documents]
+        documents = (self.source[i] for i in chosen)
+        results = estimate_tau(model, self._embedding, self._head, documents, s.budgets)
+        model.train()
+        taus = tau_by_source(results)
+        for source, methods in taus.items():
+            for method, tau in methods.items():
+                self._log.add_scalar(f"tau/{source}/{method}", tau, self.step)
+        with (self.out / "tau.jsonl").open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"step": self.step, "tau": taus}) + "\n")
+        self.say(f"step {self.step} estimated tau {json.dumps(taus)}")
+        self._export_if_best(taus["all"][CHAIN])
+
+    def _export_if_best(self, tau: float) -> None:
+        path = self.out / "best.json"
+        best = json.loads(path.read_text())["tau"] if path.exists() else 0.0
+        if tau > best:
+            save_drafter(self._raw(), self.config, self.out / "best")
+            path.write_text(json.dumps({"tau": tau, "step": self.step}))
+
+    def save(self) -> None:
+        """Write a checkpoint and the exported drafter; a kill leaves the former one whole."""
+        self.accelerator.wait_for_everyone()
+        if not self.accelerator.is_main_process:
+            return
+        state = {
+            "step": self.step,
+            "model": self._raw().state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "settings": self.settings.to_dict(),
+        }
+        partial = self.out / (STATE_FILE + ".partial")
+        torch.save(state, partial)
+        os.replace(partial, self.out / STATE_FILE)
+        save_drafter(self._raw(), self.config, self.out / "last")
+
+    def _resume(self) -> None:
+        path = self.out / STATE_FILE
+        if not path.exists():
+            return
+        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        self._raw().load_state_dict(state["model"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.step = state["step"]
+        self.say(f"resuming at step {self.step} from {path}")
+
+    def _raw(self) -> DFlashDraftModel:
+        return self.accelerator.unwrap_model(self.model)
+
+    def _tensorboard(self):
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self.out / "logs"))
+
+
+def drafter_config(settings: TrainSettings, target: nn.Module) -> DFlashConfig:
+    """The drafter a run trains."""
+    choices: dict[str, Any] = {
+        "num_hidden_layers": settings.num_layers,
+        "block_size": settings.block_size,
+        "mask_token_id": settings.mask_token_id,
+    }
+    if settings.target_layer_ids:
+        choices["target_layer_ids"] = settings.target_layer_ids
+    return config_for_target(target, **choices)
+
+
+def learning_rate(settings: TrainSettings, step: int) -> float:
+    """Linear warm-up, then cosine to `final_lr` times the peak."""
+    warm = max(1, round(settings.warmup * settings.steps))
+    if step < warm:
+        return settings.lr * (step + 1) / warm
+    progress = (step - warm) / max(1, settings.steps - warm)
+    floor = settings.final_lr
+    return settings.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1, progress))))
+
+
+def set_lr(optimiser, lr: float) -> None:
+    """Set every group's learning rate."""
+    for group in optimiser.param_groups:
+        group["lr"] = lr
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay for matrices, none for norms and biases."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+
+
+def common_tokens(source: DocumentSource, indices: Sequence[int], count: int) -> Tensor:
+    """int64 most frequent response tokens, in ascending order."""
+    frequency: Counter[int] = Counter()
+    for index in indices[:_FREQUENCY_DOCUMENTS]:
+        document = source[index]
+        frequency.update(document.tokens[document.prompt_length :].tolist())
+    return torch.tensor(sorted(t for t, _ in frequency.most_common(count)), dtype=torch.long)
+
+
+def tau_by_source(results: Sequence[DocumentTau]) -> dict[str, dict[str, float]]:
+    """Committed tokens per round, by source and by method."""
+    taus = {}
+    for source in ["all", *sorted({r.source for r in results})]:
+        chosen = [r for r in results if source in ("all", r.source)]
+        committed = sum(r.committed for r in chosen)
+        methods = chosen[0].rounds if chosen else {}
+        taus[source] = {m: round(committed / sum(r.rounds[m] for r in chosen), 3) for m in methods}
+    return taus
