@@ -1,0 +1,90 @@
+"""PyTorch versions of the Triton helpers that SGLang offers no platform hook for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache import allocation
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+
+class TorchMHATokenToKVPool(MHATokenToKVPool):
+    """The in-tree K/V pool with rows moved by indexing instead of a Triton byte copy."""
+
+    def _init_kv_copy_and_warmup(self) -> None:
+        self._kv_copy_config = None
+        self.use_native_move_kv_cache = True
+
+
+def assign_req_to_token_pool(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    batch_size: int,
+) -> None:
+    """Write consecutive pieces of `out_cache_loc` to columns [start, end) of each request's row."""
+    starts, ends = start_offset[:batch_size].tolist(), end_offset[:batch_size].tolist()
+    rows = req_pool_indices[:batch_size].tolist()
+    taken = 0
+    for row, start, end in zip(rows, starts, ends, strict=True):
+        count = end - start
+        req_to_token[row, start:end] = out_cache_loc[taken : taken + count].to(req_to_token.dtype)
+        taken += count
+
+
+def extend_cache_locs(
+    *,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    batch_size: int,
+    draft_token_num: int,
+    device: Any,
+) -> torch.Tensor:
+    """K/V slots of `draft_token_num` tokens from `start_offset` on, int64 [batch * tokens]."""
+    columns = start_offset[:batch_size, None] + torch.arange(draft_token_num, device=device)
+    return req_to_token[req_pool_indices[:batch_size, None], columns].flatten().to(torch.int64)
+
+
+def install_torch_operators() -> None:
+    """Replace, in this process, the Triton launchers that a CPU server would otherwise reach."""
+    _replace_everywhere(allocation.assign_req_to_token_pool_func, assign_req_to_token_pool)
+    _replace_everywhere(allocation.get_last_loc, allocation.get_last_loc_torch)
+    _ignore_streams_of_cpu_tensors()
+    _register_attention_backend()
+
+
+def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    """Rebind every name in a loaded SGLang module that refers to `original`."""
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("sglang."):
+            continue
+        for attribute, value in list(vars(module).items()):
+            if value is original:
+                setattr(module, attribute, replacement)
+
+
+def _ignore_streams_of_cpu_tensors() -> None:
+    """`Tensor.record_stream` raises on a CPU tensor, where there is nothing to record."""
+    record_stream = torch.Tensor.record_stream
+
+    def record_stream_off_cpu(tensor: torch.Tensor, stream: Any) -> None:
+        if tensor.device.type != "cpu":
+            record_stream(tensor, stream)
+
+    torch.Tensor.record_stream = record_stream_off_cpu  # type: ignore[method-assign]
+
+
+def _register_attention_backend() -> None:
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    from ddtree.sglang.cpu import ATTENTION_BACKEND
+    from ddtree.sglang.cpu.attention import SdpaAttnBackend
+
+    register_attention_backend(ATTENTION_BACKEND)(SdpaAttnBackend)

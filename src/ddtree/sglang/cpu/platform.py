@@ -1,0 +1,81 @@
+"""The platform class SGLang instantiates, and the few CPU seams that have no platform hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.choices import (
+    add_attention_backend_choices,
+    add_draft_attention_backend_choices,
+)
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from ddtree.sglang.cpu import ATTENTION_BACKEND
+from ddtree.sglang.draft_model import keep_embedding_dtype
+
+_SPECULATIVE_ALGORITHMS = frozenset({"DFLASH", "DDTREE"})
+
+
+class DDTreeCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """SGLang on a CPU with PyTorch operators only: no Triton, no graphs, no `sgl-kernel`."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def __init__(self) -> None:
+        add_attention_backend_choices([ATTENTION_BACKEND])
+        add_draft_attention_backend_choices([ATTENTION_BACKEND])
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Take this platform's backend where the user named none.
+
+        By now SGLang has already resolved the unset field to its own CPU engine's backend, so the
+        question is what the user typed.
+        """
+        if server_args._raw_input.get("attention_backend") is None:
+            server_args.attention_backend = ATTENTION_BACKEND
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKEND
+
+    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+        return ATTENTION_BACKEND
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm in _SPECULATIVE_ALGORITHMS
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        return algorithm in _SPECULATIVE_ALGORITHMS and backend == ATTENTION_BACKEND
+
+    def get_speculative_cache_locs_fn(self) -> Any:
+        from ddtree.sglang.cpu.operators import extend_cache_locs
+
+        return extend_cache_locs
+
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        from ddtree.sglang.cpu.operators import TorchMHATokenToKVPool
+
+        return TorchMHATokenToKVPool if kind == "mha" else None
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "eager"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def init_backend(self) -> None:
+        """Runs once in each worker process, before any model is built."""
+        from ddtree.sglang.cpu.operators import install_torch_operators
+
+        install_torch_operators()
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        """Adapt a DFlash draft model: no Triton rotary kernel, inputs in its own dtype."""
+        if type(model).__name__ != "DFlashDraftModel":
+            return
+        for layer in model.layers:
+            layer.self_attn.use_table_qk_norm_rope = False
+        keep_embedding_dtype(model)

@@ -1,0 +1,122 @@
+"""Tiny random targets and drafters, so that servers exercise long accepted paths in seconds.
+
+With a vocabulary of 24 even an untrained drafter is often right, because the tree holds most
+continuations of the first levels. Weights are wide enough that the greedy choice has clear margins.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+VOCABULARY = 24
+HIDDEN = 64
+HEADS = 4
+KV_HEADS = 2
+TARGET_LAYERS = 3
+DRAFT_LAYERS = 2
+BLOCK_SIZE = 8
+MASK_TOKEN_ID = VOCABULARY - 1
+
+_SHARED_CONFIG = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 128,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HIDDEN // HEADS,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+}
+
+
+def write_target(
+    folder: Path, *, architecture: str = "LlamaForCausalLM", seed: int = 0, **config: object
+) -> Path:
+    """A random target in Hugging Face format; extra keys go into its config."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        "model.embed_tokens.weight": _normal(generator, VOCABULARY, HIDDEN, scale=1.0),
+        "lm_head.weight": _normal(generator, VOCABULARY, HIDDEN, scale=0.5),
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
+    for layer in range(TARGET_LAYERS):
+        biased = architecture == "Qwen2ForCausalLM"
+        qk_norm = architecture == "Qwen3ForCausalLM"
+        weights |= _decoder_layer(generator, f"model.layers.{layer}.", qk_norm, biased)
+    settings = _SHARED_CONFIG | {
+        "architectures": [architecture],
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        "num_hidden_layers": TARGET_LAYERS,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+    }
+    return _write(folder, settings | config, weights)
+
+
+def write_drafter(folder: Path, *, seed: int = 1, **config: object) -> Path:
+    """A random drafter in z-lab's checkpoint format for `write_target`'s models."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        "norm.weight": torch.ones(HIDDEN),
+        "hidden_norm.weight": torch.ones(HIDDEN),
+        "fc.weight": _normal(generator, HIDDEN, 2 * HIDDEN),
+    }
+    for layer in range(DRAFT_LAYERS):
+        weights |= _decoder_layer(generator, f"layers.{layer}.", qk_norm=True)
+    settings = _SHARED_CONFIG | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": DRAFT_LAYERS,
+        "num_target_layers": TARGET_LAYERS,
+        "block_size": BLOCK_SIZE,
+        "dflash_config": {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": [0, 1]},
+    }
+    return _write(folder, settings | config, weights)
+
+
+def _write(folder: Path, config: dict[str, object], weights: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _normal(generator: torch.Generator, *shape: int, scale: float | None = None) -> torch.Tensor:
+    scale = shape[-1] ** -0.5 if scale is None else scale
+    return torch.randn(*shape, generator=generator) * scale
+
+
+def _decoder_layer(
+    generator: torch.Generator, prefix: str, qk_norm: bool, biased: bool = False
+) -> dict[str, torch.Tensor]:
+    head_dim = HIDDEN // HEADS
+    shapes = {
+        "self_attn.q_proj": (HIDDEN, HIDDEN),
+        "self_attn.k_proj": (KV_HEADS * head_dim, HIDDEN),
+        "self_attn.v_proj": (KV_HEADS * head_dim, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HIDDEN),
+        "mlp.gate_proj": (128, HIDDEN),
+        "mlp.up_proj": (128, HIDDEN),
+        "mlp.down_proj": (HIDDEN, 128),
+    }
+    weights = {
+        f"{prefix}{name}.weight": _normal(generator, *shape) for name, shape in shapes.items()
+    }
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        weights[f"{prefix}{norm}.weight"] = torch.ones(HIDDEN)
+    if qk_norm:
+        for norm in ("self_attn.q_norm", "self_attn.k_norm"):
+            weights[f"{prefix}{norm}.weight"] = torch.ones(head_dim)
+    if biased:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = shapes[f"self_attn.{name}"][0]
+            weights[f"{prefix}self_attn.{name}.bias"] = _normal(generator, rows, scale=0.1)
+    return weights
