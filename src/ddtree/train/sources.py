@@ -47,7 +47,7 @@ class OnlineSource:
     def __len__(self) -> int:
         return len(self.records)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __getitem__(self, index: int) -> Document:
         record = self.records[index]
         tokens = torch.tensor(record["prompt_ids"] + record["response_ids"])
