@@ -384,3 +384,20 @@ def _assemble(
     tree.scores[:, drafted] = -node_costs
     tree.valid[:, drafted] = valid
     return replace(tree, max_depth=levels)
+
+
+def build_chain(draft_logits: Tensor, root_tokens: Tensor) -> DraftTree:
+    """The argmax chain as a tree: what linear DFlash verifies.
+
+    Args:
+        draft_logits: float [B, L, V], as for `build_tree`.
+        root_tokens: int64 [B].
+    Returns:
+        Trees of L nodes below the root, one per depth.
+    """
+    levels = draft_logits.shape[1]
+    _check_input(draft_logits, root_tokens, levels)
+    if levels == 0:
+        return _root_only(root_tokens, 0)
+    costs, tokens = top_tokens(draft_logits, 1)
+    return _assemble(costs, tokens, root_tokens, levels, chain_seed=False)
