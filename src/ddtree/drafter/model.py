@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -152,6 +153,11 @@ class DFlashDraftModel(nn.Module):
         # Not a buffer: casting the model to bf16 must not round the frequencies.
         self._frequencies, self._rope_scale = rope_frequencies(config)
 
+    @property
+    def draft_layers(self) -> list[DraftLayer]:
+        """The decoder layers, typed."""
+        return cast(list[DraftLayer], list(self.layers))
+
     def new_cache(self, batch: int, capacity: int) -> ContextCache:
         """An empty cache for `capacity` positions, the block's own slots included."""
         return ContextCache(self.config, batch, capacity, like=self.fc.weight.detach())
@@ -165,7 +171,7 @@ class DFlashDraftModel(nn.Module):
         """
         context = self.hidden_norm(self.fc(features))
         rotation = self._rotation(positions, context.dtype)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.draft_layers):
             cache.write(index, *layer.self_attn.project_kv(context, rotation))
         cache.length += features.shape[1]
 
@@ -177,7 +183,7 @@ class DFlashDraftModel(nn.Module):
         """
         rotation = self._rotation(positions, block.dtype)
         hidden = block
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.draft_layers):
             hidden = layer(hidden, rotation, self._cached_attention(index, cache, block.shape[1]))
         return self.norm(hidden)
 
@@ -192,7 +198,7 @@ class DFlashDraftModel(nn.Module):
         projected = self.hidden_norm(self.fc(context.features))
         context_rotation = self._rotation(context.positions, blocks.dtype)
         hidden = blocks
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.draft_layers):
             keys, values = layer.self_attn.project_kv(projected, context_rotation)
             hidden = layer(hidden, rotation, self._packed_attention(index, context, keys, values))
         return self.norm(hidden)
@@ -229,20 +235,22 @@ class DFlashDraftModel(nn.Module):
     def _packed_attention(
         self, layer: int, context: PackedContext, context_keys: Tensor, context_values: Tensor
     ) -> Attend:
-        limits = self._limits(layer)
+        causal, window = self._limits(layer)
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             # One document at a time: attention across documents cannot even be expressed.
+            blocks, lengths = context.blocks, context.lengths
             parts = zip(
-                queries.split(context.blocks),
-                keys.split(context.blocks),
-                values.split(context.blocks),
-                context.anchors.split(context.blocks),
-                context_keys.split(context.lengths),
-                context_values.split(context.lengths),
+                *(t.split(blocks) for t in (queries, keys, values, context.anchors)),
+                *(t.split(lengths) for t in (context_keys, context_values)),
                 strict=True,
             )
-            return torch.cat([document_attention(*part, *limits) for part in parts])
+            return torch.cat(
+                [
+                    document_attention(q, k, v, anchors, far_k, far_v, causal, window)
+                    for q, k, v, anchors, far_k, far_v in parts
+                ]
+            )
 
         return attend
 

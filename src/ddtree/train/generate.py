@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ddtree.accept import SamplingRule, choose_tokens
@@ -90,21 +91,21 @@ def folded_attention(module, query, key, value, attention_mask, scaling=None, **
 
 
 @contextmanager
-def _folded(target: nn.Module) -> Iterator[None]:
+def _folded(target: Any) -> Iterator[None]:
     from transformers import AttentionInterface
 
     AttentionInterface.register(_ATTENTION, folded_attention)
-    before = target.config._attn_implementation  # type: ignore[union-attr]
-    target.set_attn_implementation(_ATTENTION)  # type: ignore[operator]
+    before = target.config._attn_implementation
+    target.set_attn_implementation(_ATTENTION)
     try:
         yield
     finally:
-        target.set_attn_implementation(before)  # type: ignore[operator]
+        target.set_attn_implementation(before)
 
 
 @torch.no_grad()
 def generate_responses(
-    target: nn.Module,
+    target: Any,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -124,7 +125,7 @@ def generate_responses(
     Raises:
         GenerationError: an empty prompt, or one that leaves no room for a token.
     """
-    limit = target.config.get_text_config().max_position_embeddings  # type: ignore[operator, union-attr]
+    limit = target.config.get_text_config().max_position_embeddings
     for index, prompt in enumerate(prompts):
         if not 0 < len(prompt) < limit:
             raise GenerationError(

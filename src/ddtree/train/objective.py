@@ -94,7 +94,7 @@ class _HeadLoss(torch.autograd.Function):
     """Weighted cross-entropy of hidden [A, L, H]; saves its own gradient, not the logits."""
 
     @staticmethod
-    def forward(ctx, hidden, labels, head, correction, decay, alpha):  # type: ignore[override]
+    def forward(ctx, hidden, labels, head, correction, decay, alpha):
         blocks, horizon, _ = hidden.shape
         chunk = max(1, _CHUNK_ELEMENTS // (horizon * head.shape[0]))
         grad = torch.empty_like(hidden)
@@ -125,7 +125,7 @@ class _HeadLoss(torch.autograd.Function):
         return (nll * weights).sum(), nll, weights, hits
 
     @staticmethod
-    def backward(ctx, grad_total, *_):  # type: ignore[override]
+    def backward(ctx, grad_total, *_):
         (grad,) = ctx.saved_tensors
         return grad * grad_total.to(grad.dtype), None, None, None, None, None
 

@@ -104,7 +104,8 @@ class TrainSettings:
         missing = sorted({"target", "data", "out"} - set(raw))
         if missing:
             raise SettingsError(f"the configuration lacks {missing}")
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+        return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for logs and checkpoints."""

@@ -6,10 +6,10 @@ import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddtree.train.store import Document, FeatureStore
 
@@ -37,10 +37,10 @@ class OnlineSource:
     """
 
     def __init__(
-        self, files: Sequence[str | Path], target: nn.Module, layer_ids: Sequence[int], max_tokens=0
+        self, files: Sequence[str | Path], target: Any, layer_ids: Sequence[int], max_tokens=0
     ) -> None:
         self._target, self._layer_ids, self._max_tokens = target, layer_ids, max_tokens
-        self.records = [r for file in files for r in _read_responses(Path(file))]
+        self.records = [r for file in files for r in read_responses(Path(file))]
         if not self.records:
             raise SourceError(f"no responses in {[str(f) for f in files]}")
 
@@ -59,16 +59,16 @@ class OnlineSource:
         )
 
 
-def target_features(target: nn.Module, tokens: Tensor, layer_ids: Sequence[int]) -> Tensor:
+def target_features(target: Any, tokens: Tensor, layer_ids: Sequence[int]) -> Tensor:
     """Features [B, T, K * H] of int64 [B, T] tokens without padding."""
-    embedding = target.get_input_embeddings().weight  # type: ignore[operator, union-attr]
-    decoder = target.get_decoder()  # type: ignore[operator]
+    embedding = target.get_input_embeddings().weight
+    decoder = target.get_decoder()
     out = decoder(tokens.to(embedding.device), output_hidden_states=True, use_cache=False)
     return torch.cat([out.hidden_states[i + 1] for i in layer_ids], dim=-1)
 
 
 def open_source(
-    paths: Sequence[str | Path], target: nn.Module, layer_ids: Sequence[int], max_tokens: int
+    paths: Sequence[str | Path], target: Any, layer_ids: Sequence[int], max_tokens: int
 ) -> DocumentSource:
     """A source for feature stores (folders) or response files (JSONL), not both at once."""
     folders = [Path(p).is_dir() for p in paths]
@@ -85,7 +85,8 @@ def split_validation(source: DocumentSource, fraction: float) -> tuple[list[int]
     A document's side depends on its prompt alone, so that it never changes as data grows and
     two answers to one prompt stay together.
     """
-    training, validation = [], []
+    training: list[int] = []
+    validation: list[int] = []
     for index in range(len(source)):
         held_out = zlib.crc32(_prompt_bytes(source, index)) % 10_000 < fraction * 10_000
         (validation if held_out else training).append(index)
@@ -101,7 +102,13 @@ def _prompt_bytes(source: DocumentSource, index: int) -> bytes:
     return prompt.to(torch.int32).numpy().tobytes()
 
 
-def _read_responses(path: Path) -> list[dict]:
+def read_responses(path: str | Path) -> list[dict]:
+    """Records with `prompt_ids` and `response_ids` of a JSONL file.
+
+    Raises:
+        SourceError: the file cannot be read, or a record lacks one of them.
+    """
+    path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

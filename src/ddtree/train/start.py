@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddtree.drafter import DFlashDraftModel, DrafterError
+from ddtree.drafter.model import DraftLayer
 
 
 @torch.no_grad()
-def copy_target_layers(model: DFlashDraftModel, target: nn.Module, layers: Sequence[int]) -> None:
+def copy_target_layers(model: DFlashDraftModel, target: Any, layers: Sequence[int]) -> None:
     """Start the drafter's layers from decoder layers of the target, and its norm from the last.
 
     A target layer scales its input per channel before projecting it to K/V; the drafter's
@@ -22,8 +24,8 @@ def copy_target_layers(model: DFlashDraftModel, target: nn.Module, layers: Seque
     Raises:
         DrafterError: a layer the target lacks, or other widths.
     """
-    decoder = target.get_decoder()  # type: ignore[operator]
-    for ours, index in zip(model.layers, layers, strict=True):
+    decoder = target.get_decoder()
+    for ours, index in zip(model.draft_layers, layers, strict=True):
         if not 0 <= index < len(decoder.layers):
             raise DrafterError(
                 f"copy_layers names layer {index}; the target has 0 to {len(decoder.layers) - 1}"
@@ -39,13 +41,13 @@ def copy_target_layers(model: DFlashDraftModel, target: nn.Module, layers: Seque
     model.norm.weight.copy_(decoder.norm.weight)
 
 
-def _copy_attention(ours: nn.Module, theirs: nn.Module) -> None:
-    scale = theirs.input_layernorm.weight  # type: ignore[union-attr]
+def _copy_attention(ours: DraftLayer, theirs: Any) -> None:
+    scale = theirs.input_layernorm.weight
     mine, source = ours.self_attn, theirs.self_attn
     for name in ("q_proj", "k_proj", "v_proj"):
         into = getattr(mine, name)
-        into.weight.copy_(_checked(getattr(source, name).weight * scale, into))  # type: ignore[operator]
-    mine.o_proj.weight.copy_(_checked(source.o_proj.weight, mine.o_proj))  # type: ignore[union-attr, arg-type]
+        into.weight.copy_(_checked(getattr(source, name).weight * scale, into))
+    mine.o_proj.weight.copy_(_checked(source.o_proj.weight, mine.o_proj))
 
 
 def _checked(weight: Tensor, into: nn.Linear) -> Tensor:

@@ -71,7 +71,7 @@ class Trainer:
     """
 
     settings: TrainSettings
-    target: nn.Module
+    target: Any
     say: Any = print
     step: int = field(default=0, init=False)
 
@@ -90,8 +90,8 @@ class Trainer:
         if s.copy_layers:
             copy_target_layers(model, self.target, s.copy_layers)
         self.target.to(self.accelerator.device).eval().requires_grad_(False)
-        self._embedding = self.target.get_input_embeddings()  # type: ignore[operator]
-        self._head = self.target.get_output_embeddings().weight  # type: ignore[operator, union-attr]
+        self._embedding = self.target.get_input_embeddings()
+        self._head = self.target.get_output_embeddings().weight
         optimiser = torch.optim.AdamW(
             decay_groups(model, s.weight_decay), lr=s.lr, betas=(0.9, s.beta2), fused=False
         )
@@ -221,10 +221,12 @@ class Trainer:
         }
         for name, value in scalars.items():
             self._log.add_scalar(f"train/{name}", value, self.step)
+        epoch = self.plan.epoch(self.step * self.settings.accumulate)
+        shown = " ".join(f"{a:.2f}" for a in accuracy)
         self.say(
-            f"step {self.step}/{last} epoch {self.plan.epoch(self.step * self.settings.accumulate):.2f} "
-            f"loss {window.loss:.3f} accuracy {' '.join(f'{a:.2f}' for a in accuracy)} "
-            f"{rate:.2f} s/step waiting {waited / elapsed:.0%} eta {rate * (last - self.step) / 60:.0f} min"
+            f"step {self.step}/{last} epoch {epoch:.2f} loss {window.loss:.3f} accuracy {shown} "
+            f"{rate:.2f} s/step waiting {waited / elapsed:.0%} "
+            f"eta {rate * (last - self.step) / 60:.0f} min"
         )
 
     def _evaluate(self) -> None:
@@ -287,7 +289,7 @@ class Trainer:
         return SummaryWriter(str(self.out / "logs"))
 
 
-def drafter_config(settings: TrainSettings, target: nn.Module) -> DFlashConfig:
+def drafter_config(settings: TrainSettings, target: Any) -> DFlashConfig:
     """The drafter a run trains."""
     choices: dict[str, Any] = {
         "num_hidden_layers": settings.num_layers,
