@@ -85,6 +85,9 @@ class RequestGroup:
 class SdpaAttnBackend(AttentionBackend):
     """Attention backend `ddtree_sdpa` of the `ddtree-cpu` platform."""
 
+    # A verify input's `visibility` is enough; no flat mask need be built.
+    reads_tree_visibility = True
+
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
         self.req_to_token = model_runner.req_to_token_pool.req_to_token

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache import allocation
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from ddtree.sglang.compat import replace_everywhere
 
 
 class TorchMHATokenToKVPool(MHATokenToKVPool):
@@ -54,20 +54,10 @@ def extend_cache_locs(
 
 def install_torch_operators() -> None:
     """Replace, in this process, the Triton launchers that a CPU server would otherwise reach."""
-    _replace_everywhere(allocation.assign_req_to_token_pool_func, assign_req_to_token_pool)
-    _replace_everywhere(allocation.get_last_loc, allocation.get_last_loc_torch)
+    replace_everywhere(allocation.assign_req_to_token_pool_func, assign_req_to_token_pool)
+    replace_everywhere(allocation.get_last_loc, allocation.get_last_loc_torch)
     _ignore_streams_of_cpu_tensors()
     _register_attention_backend()
-
-
-def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """Rebind every name in a loaded SGLang module that refers to `original`."""
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("sglang."):
-            continue
-        for attribute, value in list(vars(module).items()):
-            if value is original:
-                setattr(module, attribute, replacement)
 
 
 def _ignore_streams_of_cpu_tensors() -> None:

@@ -1,0 +1,219 @@
+"""The one list of SGLang names this plugin touches, checked when DDTREE is really used.
+
+A missing or changed name stops the launch with the name, the tested releases and what to do,
+instead of failing somewhere in a round.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+TESTED_RELEASES = ("0.5.23",)
+
+_WORKER = "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2"
+
+# Names, and for callables the parameters that are passed to them.
+TOUCHPOINTS: dict[str, tuple[str, ...]] = {
+    "sglang.kernels.ops.speculative.cache_locs:assign_extend_cache_locs_func": (
+        "req_pool_indices", "req_to_token", "start_offset", "end_offset", "batch_size",
+        "draft_token_num", "device",
+    ),
+    "sglang.srt.configs.hybrid_arch:mambaish_config": (),
+    "sglang.srt.configs.model_config:ModelConfig.from_server_args": ("server_args",),
+    "sglang.srt.layers.attention.base_attn_backend:AttentionBackend": (),
+    "sglang.srt.layers.logits_processor:LogitsProcessor.is_deferred_shard": (),
+    "sglang.srt.layers.logits_processor:LogitsProcessor.finish_deferred_gather": (),
+    "sglang.srt.layers.logprob_processor:compute_spec_logprobs": (
+        "batch", "logits_output", "predict", "accept_index",
+    ),
+    "sglang.srt.layers.sampler:Sampler._sample_from_probs": (
+        "probs", "sampling_info", "positions", "simple_sampling_case",
+    ),
+    "sglang.srt.layers.sampler:apply_custom_logit_processor": (
+        "logits", "sampling_batch_info", "num_tokens_in_batch",
+    ),
+    "sglang.srt.lora.layers:unwrap_lora_layer": (),
+    "sglang.srt.managers.overlap_utils:FutureMap": (
+        "device", "spec_algo", "req_to_token_pool", "needs_cpu_seq_lens", "needs_confidence_relay",
+    ),
+    "sglang.srt.managers.scheduler:GenerationBatchResult": (
+        "logits_output", "next_token_ids", "accept_lens", "can_run_cuda_graph", "next_draft_input",
+        "speculative_num_draft_tokens", "speculative_output_stride", "new_seq_lens",
+        "routed_experts_output", "indexer_topk_output",
+    ),
+    "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation": (
+        "batch", "forward_batch", "is_verify", "skip_attn_backend_init",
+    ),
+    "sglang.srt.mem_cache.allocation:assign_req_to_token_pool_func": (
+        "req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc",
+        "batch_size",
+    ),
+    "sglang.srt.mem_cache.allocation:get_last_loc": (
+        "req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor",
+    ),
+    "sglang.srt.mem_cache.allocation:get_last_loc_torch": (
+        "req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor",
+    ),
+    "sglang.srt.mem_cache.allocation_sizing:get_alloc_page_size": (),
+    "sglang.srt.mem_cache.allocation_sizing:get_alloc_reserve_per_decode": (),
+    "sglang.srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len": (),
+    "sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator.plan": (
+        "req_pool_indices", "seq_lens", "seq_lens_cpu", "write_virtual", "read_extent",
+    ),
+    "sglang.srt.mem_cache.kv_loc_plan:KVLocPlan.bind": ("batch", "reader", "cols"),
+    "sglang.srt.mem_cache.kv_loc_plan:KVLocPlan.write_ids": ("reader",),
+    "sglang.srt.mem_cache.memory_pool:KVWriteLoc": ("loc", "swa_loc"),
+    "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.move_kv_cache": ("tgt_loc", "src_loc"),
+    "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._init_kv_copy_and_warmup": (),
+    "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool.translate_loc_from_full_to_swa": (),
+    "sglang.srt.model_executor.forward_batch_info:enable_num_token_non_padded": (),
+    "sglang.srt.model_executor.forward_batch_info:CaptureHiddenMode": (),
+    "sglang.srt.model_executor.forward_batch_info:ForwardMode": (),
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch": (
+        "forward_mode", "batch_size", "input_ids", "req_pool_indices", "seq_lens", "out_cache_loc",
+        "seq_lens_sum", "seq_lens_cpu", "positions", "input_embeds", "spec_algorithm", "spec_info",
+        "capture_hidden_mode", "num_token_non_padded", "global_num_token_non_padded_cpu",
+        "can_run_decode_cuda_graph",
+    ),
+    "sglang.srt.models.dflash:DFlashDraftModel.forward": (
+        "input_ids", "positions", "forward_batch", "input_embeds",
+    ),
+    "sglang.srt.platforms.interface:SRTPlatform": (),
+    "sglang.srt.runtime_context:get_parallel": (),
+    "sglang.srt.runtime_context:get_spec": (),
+    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": (
+        "temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "is_all_greedy",
+        "need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling", "logit_bias",
+        "has_custom_logit_processor",
+    ),
+    "sglang.srt.speculative.dflash_info:DFlashVerifyInput": (
+        "draft_token", "positions", "draft_token_num", "custom_mask", "capture_hidden_mode",
+        "kv_loc_plan", "kv_loc_cols",
+    ),
+    "sglang.srt.speculative.dflash_info:DFlashVerifyInput.prepare_for_verify": (
+        "batch", "target_worker",
+    ),
+    "sglang.srt.speculative.dflash_info_v2:DFlashDraftInputV2": (
+        "topk_p", "topk_index", "bonus_tokens", "new_seq_lens", "hidden_states",
+    ),
+    "sglang.srt.speculative.dflash_info_v2:DFlashDraftInputV2.prepare_for_decode": ("batch",),
+    "sglang.srt.speculative.dflash_utils:resolve_dflash_verify_mask_policy": ("attn_backend",),
+    _WORKER: (
+        "server_args", "gpu_id", "nccl_port", "target_worker",
+    ),
+    f"{_WORKER}.forward_batch_generation": (
+        "batch", "on_publish", "grammar_barrier", "pp_proxy_tensors",
+    ),
+    f"{_WORKER}._append_target_hidden_to_draft_kv_by_loc": (
+        "target_hidden", "cache_loc", "positions", "cache_loc_2d", "commit_lens",
+    ),
+    f"{_WORKER}._draft_write_ids": ("plan",),
+    f"{_WORKER}._make_next_draft_input_prefill": (
+        "bonus_tokens", "seq_lens",
+    ),
+    f"{_WORKER}._make_next_draft_input_decode": (
+        "bonus_tokens", "new_seq_lens",
+    ),
+    f"{_WORKER}._maybe_build_draft_sampler": (),
+    f"{_WORKER}._validate_phase1_sampling_support": (),
+    f"{_WORKER}.init_attention_backends": (),
+    f"{_WORKER}.init_cuda_graphs": (),
+    "sglang.srt.speculative.spec_info:SpeculativeAlgorithm.register": (
+        "name", "supports_overlap", "spec_class",
+    ),
+    "sglang.srt.speculative.spec_tp_sync:SpecTpSync.sync": (),
+    "sglang.srt.speculative.spec_tp_sync:SpecTpSyncSite.DFLASH_ACCEPT_GREEDY": (),
+    "sglang.srt.speculative.spec_tp_sync:SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE": (),
+    "sglang.srt.speculative.spec_utils:GrammarTree.from_device": (
+        "retrieve_next_token", "retrieve_next_sibling", "draft_token",
+    ),
+    "sglang.srt.speculative.spec_utils:build_grammar_vocab_mask": (
+        "reqs", "tree", "sampling_info", "device", "barrier",
+    ),
+    "sglang.srt.speculative.spec_utils:draft_tp_context": ("layout",),
+    "sglang.srt.utils.async_probe:sanitize_nan_logits": (),
+    "sglang.srt.utils.hf_transformers_utils:download_from_hf": (),
+}  # fmt: skip
+
+
+class IncompatibleRelease(RuntimeError):
+    """The installed SGLang is not one this plugin can drive."""
+
+
+def check_installed_release() -> None:
+    """Verify every touchpoint against the installed SGLang.
+
+    Raises:
+        IncompatibleRelease: naming everything that is missing or changed.
+    """
+    problems = [problem for name in TOUCHPOINTS for problem in _problems(name)]
+    if problems:
+        raise IncompatibleRelease(
+            f"DDTREE cannot drive SGLang {version('sglang')}: {'; '.join(problems)}. It was tested "
+            f"with SGLang {', '.join(TESTED_RELEASES)}: install one of these, or a newer "
+            "sglang-ddtree."
+        )
+
+
+def _problems(name: str) -> Iterator[str]:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = import_module(module)
+        for attribute in path.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError):
+        yield f"{name} is missing"
+        return
+    known = _known_names(found)
+    for parameter in TOUCHPOINTS[name]:
+        if parameter not in known:
+            yield f"{name} has no {parameter!r}"
+
+
+def _known_names(found: Any) -> set[str]:
+    """Parameters of a callable and, for a class, of its constructor and its fields."""
+    names = set(getattr(found, "__dataclass_fields__", ())) | set(vars(found).get("__slots__", ()))
+    try:
+        return names | set(inspect.signature(found).parameters)
+    except (TypeError, ValueError):
+        return names
+
+
+def replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    """Rebind every name in a loaded SGLang module that refers to `original`."""
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("sglang."):
+            continue
+        for attribute, value in list(vars(module).items()):
+            if value is original:
+                setattr(module, attribute, replacement)
+
+
+def install_tree_hooks() -> None:
+    """Adjust, in a scheduler process that runs DDTREE, two functions that have no other seam."""
+    from sglang.srt.mem_cache import allocation_sizing
+    from sglang.srt.speculative import dflash_utils
+
+    mask_policy = dflash_utils.resolve_dflash_verify_mask_policy
+    headroom = allocation_sizing.get_req_to_token_extra_context_len
+
+    def tree_mask_policy(attn_backend: Any) -> tuple[str, bool]:
+        """A captured verify graph must read the mask, also where a chain needs none."""
+        return mask_policy(attn_backend)[0], True
+
+    def headroom_for_reservation() -> int:
+        """Row headroom for both reserved windows of a request that is near its context limit.
+
+        Upstream leaves room for one window and four tokens at page size 1, while DFLASH reserves
+        two windows past the committed length.
+        """
+        reserve = allocation_sizing.get_alloc_reserve_per_decode()
+        return max(headroom(), reserve + allocation_sizing.get_alloc_page_size() - 1)
+
+    replace_everywhere(mask_policy, tree_mask_policy)
+    replace_everywhere(headroom, headroom_for_reservation)

@@ -1,0 +1,187 @@
+"""Arguments of a DDTREE launch: what is inferred from the drafter, and every refusal.
+
+Each refusal is one sentence that names the value, the limit and the fix, raised before any weight
+is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.platforms.interface import SRTPlatform
+
+from ddtree.drafter.config import CONFIG_FILE, DFlashConfig, DrafterError, read_rope_parameters
+from ddtree.sglang.cpu import ATTENTION_BACKEND
+from ddtree.sglang.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+# Verify masks of an irregular tree: read as a flat mask, or (on a CPU) as visibility.
+TREE_BACKENDS = ("triton", "flashinfer", ATTENTION_BACKEND)
+DEFAULT_WIDTH = 33
+_DEFAULT_MAX_RUNNING_REQUESTS = 48
+
+
+def resolve_arguments(server_args: Any, platform: SRTPlatform) -> None:
+    """Complete `server_args` in place for a DDTREE launch.
+
+    Raises:
+        ValueError: the combination cannot be served.
+    """
+    Settings.from_environment()
+    _refuse_unsupported(server_args)
+    drafter = _read_drafter(server_args)
+    target = ModelConfig.from_server_args(server_args)
+    _check_pair(drafter, target)
+    _resolve_widths(server_args, drafter, target)
+    _resolve_backends(server_args, platform, target)
+    # DFLASH has neither steps nor a branching factor, but generic sizing reads both.
+    server_args.speculative_num_steps = 1
+    server_args.speculative_eagle_topk = 1
+    if server_args.max_running_requests is None:
+        server_args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS
+    if server_args.enable_mixed_chunk:
+        server_args.enable_mixed_chunk = False
+        logger.warning("DDTREE does not mix prefill chunks into decode rounds; turned off.")
+
+
+def _refuse_unsupported(args: Any) -> None:
+    """Features that DDTREE has not been made to work with."""
+    refusals = {
+        "pipeline parallelism (--pp-size above 1)": args.pp_size != 1,
+        "context parallelism (--attn-cp-size above 1)": args.attn_cp_size != 1,
+        "DP attention (--enable-dp-attention)": args.enable_dp_attention,
+        "prefill/decode disaggregation (--disaggregation-mode)": args.disaggregation_mode != "null",
+        "LoRA (--enable-lora)": bool(args.enable_lora or args.lora_paths),
+        "two-batch overlap (--enable-two-batch-overlap)": args.enable_two_batch_overlap,
+        "a draft window (--speculative-draft-window-size)": args.speculative_draft_window_size
+        is not None,
+        "adaptive speculation (--speculative-adaptive)": args.speculative_adaptive,
+        "rejection sampling (--speculative-use-rejection-sampling), which is biased on a tree "
+        "whose nodes are not sampled": args.speculative_use_rejection_sampling,
+        "block verification (--speculative-use-block-verification)": (
+            args.speculative_use_block_verification
+        ),
+        "sampling masks under watermarks (--enable-watermark)": args.enable_watermark,
+    }
+    for feature, asked in refusals.items():
+        if asked:
+            raise ValueError(f"DDTREE does not support {feature}; leave it out.")
+    if args.tp_size != 1:
+        raise ValueError(
+            f"DDTREE runs on one device so far, and --tp-size is {args.tp_size}; set it to 1."
+        )
+    if args.speculative_draft_model_path is None:
+        raise ValueError(
+            "DDTREE needs a DFlash drafter; name one with --speculative-draft-model-path."
+        )
+
+
+def _read_drafter(args: Any) -> DFlashConfig:
+    """The drafter's own description, from a folder or the hub."""
+    from sglang.srt.utils.hf_transformers_utils import download_from_hf
+
+    folder = download_from_hf(args.speculative_draft_model_path, allow_patterns=[CONFIG_FILE])
+    try:
+        return DFlashConfig.read(folder)
+    except DrafterError as error:
+        raise ValueError(f"DDTREE cannot use this drafter: {error}.") from None
+
+
+def _check_pair(drafter: DFlashConfig, target: ModelConfig) -> None:
+    """Refuse a drafter made for another target, and targets a tree cannot be verified on."""
+    theirs = target.hf_text_config
+    rope = read_rope_parameters(
+        {**theirs.to_dict(), "rope_theta": getattr(theirs, "rope_theta", None)}
+    )
+    pairs = {
+        "hidden size": (drafter.hidden_size, target.hidden_size),
+        "number of target layers": (drafter.num_target_layers, target.num_hidden_layers),
+        "rotary base": (drafter.rope_theta, float(rope["rope_theta"])),
+    }
+    for name, (ours, wanted) in pairs.items():
+        if ours != wanted:
+            raise ValueError(
+                f"The drafter has {name} {ours} and the target {wanted}; use a drafter that was "
+                "trained for this target."
+            )
+    if drafter.mask_token_id >= target.vocab_size:
+        raise ValueError(
+            f"The drafter's mask token {drafter.mask_token_id} is outside the target's vocabulary "
+            f"of {target.vocab_size}; use a drafter that was trained for this target."
+        )
+    if mambaish_config(target) is not None:
+        raise ValueError(
+            "DDTREE verifies trees with attention layers only, and this target has recurrent "
+            "layers; serve it with --speculative-algorithm DFLASH."
+        )
+
+
+def _resolve_widths(args: Any, drafter: DFlashConfig, target: ModelConfig) -> None:
+    """Verify width and draft block size, two numbers with one flag each."""
+    if args.speculative_num_draft_tokens is None:
+        args.speculative_num_draft_tokens = DEFAULT_WIDTH
+    width = int(args.speculative_num_draft_tokens)
+    if width < 2:
+        raise ValueError(
+            f"DDTREE verifies the root and its drafted nodes, so --speculative-num-draft-tokens "
+            f"must be 2 or more, and it is {width}."
+        )
+    if args.speculative_dflash_block_size is None:
+        args.speculative_dflash_block_size = drafter.block_size
+    block = int(args.speculative_dflash_block_size)
+    if not 2 <= block <= drafter.block_size:
+        raise ValueError(
+            f"--speculative-dflash-block-size is {block}; this drafter was trained for blocks of "
+            f"{drafter.block_size}, so it must be 2 to {drafter.block_size}."
+        )
+    window = 2 * max(width, block)
+    limits = {"the context length": target.context_len, "--max-total-tokens": args.max_total_tokens}
+    for name, limit in limits.items():
+        if limit is not None and window >= limit:
+            raise ValueError(
+                f"A width of {width} with blocks of {block} reserves {window} K/V slots per "
+                f"request, which does not fit {name} of {limit}; lower the width to "
+                f"{max(2, (limit - 1) // 2)} or raise the limit."
+            )
+
+
+def _resolve_backends(args: Any, platform: SRTPlatform, target: ModelConfig) -> None:
+    """Attention backends for target and drafter that read a tree mask."""
+    if platform.is_out_of_tree():
+        if not platform.supports_speculative_algorithm("DDTREE"):
+            raise ValueError(
+                f"DDTREE is not supported by the platform {type(platform).__name__}; unset "
+                "SGLANG_PLATFORM or choose ddtree-cpu."
+            )
+        default = platform.get_default_attention_backend()
+    else:
+        default = "triton"
+    for field in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
+        chosen = getattr(args, field)
+        if chosen is not None and chosen not in TREE_BACKENDS:
+            raise ValueError(
+                f"--{field.replace('_', '-')} {chosen} cannot verify a tree; choose one of "
+                f"{', '.join(TREE_BACKENDS)}."
+            )
+    if args.attention_backend is None:
+        args.attention_backend = default
+    if args.speculative_draft_attention_backend is None:
+        args.speculative_draft_attention_backend = args.attention_backend
+    sliding = getattr(target.hf_text_config, "sliding_window", None)
+    if sliding and args.attention_backend != ATTENTION_BACKEND and _uses_window(target):
+        raise ValueError(
+            f"This target has sliding-window layers, and {args.attention_backend} measures their "
+            "window by node index instead of depth; DDTREE serves them only on ddtree-cpu."
+        )
+
+
+def _uses_window(target: ModelConfig) -> bool:
+    config = target.hf_text_config
+    types = getattr(config, "layer_types", None)
+    if types:
+        return "sliding_attention" in types
+    return bool(getattr(config, "use_sliding_window", True))

@@ -1,0 +1,407 @@
+"""The DDTREE worker: DFLASH's prefill and drafter, a tree instead of a chain.
+
+A decode round is `draft -> build -> verify -> accept -> commit`, batched over requests, without a
+host synchronisation. The scheduler's v2 schema: the worker publishes the new lengths as soon as
+they are known on the device and hands over the state of the next round, so overlap scheduling
+works unchanged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.lora.layers import unwrap_lora_layer
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    enable_num_token_non_padded,
+)
+from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+from sglang.srt.speculative.spec_utils import build_grammar_vocab_mask, draft_tp_context
+
+from ddtree.accept import Acceptance, accept_path
+from ddtree.sglang.choose import adjust_logits, choose_node_tokens, grammar_tree
+from ddtree.sglang.draft_model import keep_embedding_dtype
+from ddtree.sglang.observe import RoundLog
+from ddtree.sglang.settings import Settings
+from ddtree.sglang.verify import DDTreeDraftInput, DDTreeVerifyInput, flat_tree_mask
+from ddtree.tree import DraftTree, build_tree
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where one round writes: slots and positions from the committed lengths on."""
+
+    prefix_lens: torch.Tensor  # int64 [B]
+    slots: torch.Tensor  # virtual KV slots, int64 [B, window]
+    plan: KVLocPlan
+    host_lens: torch.Tensor | None  # committed lengths the host knows, CPU, or None
+    reserved_lens: torch.Tensor | None  # upper bounds the host reserved, CPU, or None
+
+    def host_bound(self, tokens: int) -> torch.Tensor:
+        """Per request, an upper bound on its K/V length after `tokens` more: int [B] on the CPU."""
+        if self.host_lens is not None:
+            return self.host_lens + tokens
+        assert self.reserved_lens is not None, "neither lengths nor reservations are on the host"
+        return self.reserved_lens
+
+
+class DDTreeWorker(DFlashWorkerV2):
+    """Drives target and drafter for `--speculative-algorithm DDTREE`."""
+
+    def __init__(
+        self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker
+    ) -> None:
+        spec = get_spec()
+        self.width = int(spec.speculative_num_draft_tokens)
+        self._draft_width = int(spec.speculative_dflash_block_size)
+        self.settings = Settings.from_environment()
+        # DFLASH knows one number; for everything that concerns the drafter it is the block size.
+        with self._drafter_spec():
+            super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        self.window = max(self.width, self.block_size)
+        self.rounds = RoundLog(self.settings.log_rounds, self.device)
+        keep_embedding_dtype(self.draft_model)
+        self._wants_flat_mask = True
+        if get_parallel().tp_rank == 0:
+            logger.info(
+                "DDTREE ready: target=%s, drafter=%s, width=%d (budget %d), block size=%d, "
+                "mask token=%d, chain seed=%s",
+                target_worker.model_runner.model_config.model_path,
+                self.draft_model_runner.model_config.model_path,
+                self.width,
+                self.width - 1,
+                self.block_size,
+                self._mask_token_id,
+                self.settings.chain_seed,
+            )
+
+    @contextmanager
+    def _drafter_spec(self) -> Iterator[None]:
+        """Within this scope SGLang's configuration describes the drafter's block."""
+        with get_spec().override(speculative_num_draft_tokens=self._draft_width):
+            yield
+
+    def init_attention_backends(self) -> None:
+        """Build the drafter's backend with the block size as its verify width."""
+        with self._drafter_spec():
+            super().init_attention_backends()
+        backend = self.model_runner.attn_backend
+        self._wants_flat_mask = not getattr(backend, "reads_tree_visibility", False)
+
+    def init_cuda_graphs(self) -> None:
+        """Capture the drafter's graphs over blocks."""
+        with self._drafter_spec():
+            super().init_cuda_graphs()
+
+    def _maybe_build_draft_sampler(self) -> None:
+        """A tree needs the block's distributions, so no greedy head is folded into the graph."""
+        return
+
+    def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
+        """Sampling is exact here, on every device: nothing to warn about."""
+
+    def _make_next_draft_input_prefill(
+        self, *, bonus_tokens: torch.Tensor, seq_lens: torch.Tensor
+    ) -> DDTreeDraftInput:
+        return DDTreeDraftInput.create(
+            bonus_tokens=bonus_tokens, new_seq_lens=seq_lens, window=self.window
+        )
+
+    def _make_next_draft_input_decode(
+        self, *, bonus_tokens: torch.Tensor, new_seq_lens: torch.Tensor
+    ) -> DDTreeDraftInput:
+        return self._make_next_draft_input_prefill(bonus_tokens=bonus_tokens, seq_lens=new_seq_lens)
+
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Callable[[torch.Tensor], None] | None = None,
+        grammar_barrier: Callable[[], None] | None = None,
+        pp_proxy_tensors: Any = None,
+    ) -> GenerationBatchResult:
+        """Prefill as DFLASH does it; decode by one round of DDTREE."""
+        extends = batch.forward_mode.is_extend() or batch.is_extend_in_batch
+        if extends or batch.forward_mode.is_idle():
+            return super().forward_batch_generation(
+                batch, on_publish, grammar_barrier, pp_proxy_tensors
+            )
+        return self._round(batch, on_publish, grammar_barrier)
+
+    def _round(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Callable[[torch.Tensor], None] | None,
+        grammar_barrier: Callable[[], None] | None,
+    ) -> GenerationBatchResult:
+        device_module = torch.get_device_module(self.device)
+        batch.seq_lens.record_stream(device_module.current_stream())
+        root_tokens = batch.spec_info.bonus_tokens.view(-1)
+        stage = self.rounds.stage
+        with stage("draft"):
+            window = self._open_window(batch)
+            draft_logits = self._draft(batch, window, root_tokens)
+        with stage("build"):
+            tree = build_tree(
+                draft_logits, root_tokens, self.width - 1, chain_seed=self.settings.chain_seed
+            )
+        # Its copy to the host overlaps the target's forward.
+        grammars = grammar_tree(tree) if batch.has_grammar else None
+        with stage("verify"):
+            verified = self._verify(batch, window, tree)
+        with stage("accept"):
+            logits = self._full_logits(batch, verified.logits_output)
+            mask = None
+            if grammars is not None:
+                mask = build_grammar_vocab_mask(
+                    reqs=batch.reqs,
+                    tree=grammars,
+                    sampling_info=batch.sampling_info,
+                    device=logits.device,
+                    barrier=grammar_barrier,
+                )
+            chosen = self._choose(batch, logits, mask, tree.positions(window.prefix_lens))
+            acceptance = accept_path(tree, chosen)
+            new_seq_lens = window.prefix_lens + acceptance.lengths
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        with stage("commit"):
+            result = self._commit(batch, window, verified, chosen, acceptance, new_seq_lens)
+        self.rounds.finish(tree)
+        return result
+
+    def _open_window(self, batch: ScheduleBatch) -> Window:
+        """Look up the slots this round writes and plan them once for all its forwards."""
+        prefix_lens = batch.seq_lens
+        slots = assign_extend_cache_locs_func(
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=self.model_runner.req_to_token_pool.req_to_token,
+            start_offset=prefix_lens,
+            end_offset=prefix_lens + self.window,
+            batch_size=len(prefix_lens),
+            draft_token_num=self.window,
+            device=self.device,
+        )
+        reserved = batch.spec_info.nxt_kv_lens_cpu
+        plan = self.model_runner.kv_index_translator.plan(
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=prefix_lens,
+            seq_lens_cpu=batch.seq_lens_cpu if batch.seq_lens_cpu is not None else reserved,
+            write_virtual=slots,
+            read_extent=self.window,
+        )
+        return Window(
+            prefix_lens=prefix_lens.to(torch.int64),
+            slots=slots.view(-1, self.window),
+            plan=plan,
+            host_lens=batch.seq_lens_cpu,
+            reserved_lens=reserved,
+        )
+
+    def _draft(
+        self, batch: ScheduleBatch, window: Window, root_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """One pass of the drafter over ``[root, mask, ..., mask]``: logits [B, block - 1, V]."""
+        blocks = root_tokens.new_full((len(root_tokens), self.block_size), self._mask_token_id)
+        blocks[:, 0] = root_tokens
+        with (
+            torch.inference_mode(),
+            self._drafter_spec(),
+            draft_tp_context(self.draft_parallel_layout),
+        ):
+            forward_batch = self._draft_batch(batch, window, blocks)
+            output = self.draft_model_runner.forward(forward_batch).logits_output
+        hidden = output.hidden_states.view(*blocks.shape, -1)
+        return self._head_logits(hidden[:, 1:].flatten(0, 1)).view(len(blocks), -1, self._vocab)
+
+    def _draft_batch(
+        self, batch: ScheduleBatch, window: Window, blocks: torch.Tensor
+    ) -> ForwardBatch:
+        tokens = blocks.numel()
+        host_lens = window.host_bound(self.block_size)
+        positions = window.prefix_lens[:, None] + self._block_pos_offsets
+        embedding = unwrap_lora_layer(self.target_worker.model_runner.model.get_input_embeddings())
+        embeds = embedding(blocks).flatten(0, 1)
+        if self._noise_embed_scale != 1.0:
+            embeds = embeds * self._noise_embed_scale
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=len(blocks),
+            input_ids=blocks.flatten(),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            out_cache_loc=None,
+            seq_lens_sum=int(host_lens.sum()),
+            seq_lens_cpu=host_lens.to(torch.int32),
+            positions=positions.flatten(),
+            input_embeds=embeds,
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            spec_info=self._draft_block_spec_info,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            num_token_non_padded=(
+                torch.full((), tokens, dtype=torch.int32, device=self.device)
+                if enable_num_token_non_padded()
+                else None
+            ),
+            global_num_token_non_padded_cpu=tokens,
+            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
+        )
+        window.plan.bind(
+            forward_batch,
+            self.draft_model_runner.kv_index_translator,
+            cols=slice(0, self.block_size),
+        )
+        return forward_batch
+
+    @property
+    def _vocab(self) -> int:
+        return int(self.model_runner.model_config.vocab_size)
+
+    def _head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's head on draft hidden states [rows, H], without its vocabulary padding."""
+        head = unwrap_lora_layer(self.target_worker.model_runner.model.lm_head)
+        weight = head.weight
+        return torch.matmul(hidden.to(weight.dtype), weight[: self._vocab].T)
+
+    def _verify(
+        self, batch: ScheduleBatch, window: Window, tree: DraftTree
+    ) -> GenerationBatchResult:
+        """One forward of the target over every node, positions by depth, ancestors only."""
+        visibility = tree.visibility()
+        host_lens = window.host_bound(self.width)
+        verify_input = DDTreeVerifyInput(
+            draft_token=tree.tokens.flatten(),
+            positions=tree.positions(window.prefix_lens).flatten(),
+            draft_token_num=self.width,
+            visibility=visibility,
+            custom_mask=(
+                flat_tree_mask(visibility, window.prefix_lens, int(host_lens.sum()))
+                if self._wants_flat_mask
+                else None
+            ),
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            kv_loc_plan=window.plan,
+            kv_loc_cols=slice(0, self.width),
+        )
+        batch.out_cache_loc = window.slots[:, : self.width].flatten()
+        lens, lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
+        batch.seq_lens_cpu, batch.seq_lens_sum = host_lens, int(host_lens.sum())
+        forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
+        batch.seq_lens_cpu, batch.seq_lens_sum = lens, lens_sum
+        return self.target_worker.forward_batch_generation(
+            batch=None,
+            forward_batch=forward_batch,
+            is_verify=True,
+            skip_attn_backend_init=True,
+        )
+
+    def _full_logits(self, batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor:
+        """Verify logits [B * width, V], gathered over the tensor-parallel ranks."""
+        processor = self._target_logits_processor
+        if processor is not None and processor.is_deferred_shard(output.next_token_logits):
+            output.next_token_logits = processor.finish_deferred_gather(output.next_token_logits)
+        return output.next_token_logits
+
+    def _choose(
+        self,
+        batch: ScheduleBatch,
+        logits: torch.Tensor,
+        grammar_mask: Any | None,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """The target's token at every node, int64 [B, width], the same on every rank."""
+        info = batch.sampling_info
+        adjust_logits(logits, info, self.width, grammar_mask)
+        sampler = self.target_worker.model_runner.sampler
+        chosen = choose_node_tokens(logits, info, positions.flatten(), self.width, sampler)
+        greedy = info is None or info.is_all_greedy
+        site = (
+            SpecTpSyncSite.DFLASH_ACCEPT_GREEDY if greedy else SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        )
+        self._tp_sync.sync(site, chosen)
+        return chosen
+
+    def _commit(
+        self,
+        batch: ScheduleBatch,
+        window: Window,
+        verified: GenerationBatchResult,
+        chosen: torch.Tensor,
+        acceptance: Acceptance,
+        new_seq_lens: torch.Tensor,
+    ) -> GenerationBatchResult:
+        """Make the accepted path the committed text: K/V rows, draft K/V, output tokens."""
+        output = verified.logits_output
+        # Past the accepted nodes a path points at its own place: a move of a row onto itself.
+        places = torch.arange(acceptance.path.shape[1], device=chosen.device)
+        path = torch.where(acceptance.path >= 0, acceptance.path, places)[:, : self.width]
+        commit_lens = acceptance.lengths.to(torch.int32)
+        self._move_accepted_rows(window, path)
+        self._extend_draft_cache(window, output.hidden_states, path, commit_lens)
+        output.hidden_states = None
+        if batch.return_logprob:
+            rows = torch.arange(len(path), device=path.device)[:, None] * self.width + path
+            compute_spec_logprobs(batch, output, chosen.flatten(), accept_index=rows)
+        return GenerationBatchResult(
+            logits_output=output,
+            # Up to its end, an accepted path's tokens are the target's choices along it.
+            next_token_ids=chosen.gather(1, path).flatten(),
+            accept_lens=commit_lens,
+            can_run_cuda_graph=verified.can_run_cuda_graph,
+            next_draft_input=self._make_next_draft_input_decode(
+                bonus_tokens=acceptance.next_tokens, new_seq_lens=new_seq_lens
+            ),
+            speculative_num_draft_tokens=self.width,
+            speculative_output_stride=path.shape[1],
+            new_seq_lens=new_seq_lens,
+            routed_experts_output=verified.routed_experts_output,
+            indexer_topk_output=verified.indexer_topk_output,
+        )
+
+    def _move_accepted_rows(self, window: Window, path: torch.Tensor) -> None:
+        """Bring the target's K/V of the accepted nodes to the front of the window."""
+        translator = self.model_runner.kv_index_translator
+        slots = window.plan.write_ids(translator).view_as(window.slots)
+        self.model_runner.token_to_kv_pool.move_kv_cache(
+            slots[:, : path.shape[1]].flatten(), slots.gather(1, path).flatten()
+        )
+
+    def _extend_draft_cache(
+        self,
+        window: Window,
+        hidden: torch.Tensor,
+        path: torch.Tensor,
+        commit_lens: torch.Tensor,
+    ) -> None:
+        """Write draft K/V for exactly the accepted nodes, at their final slots and positions."""
+        batch, places = path.shape
+        features = hidden.view(batch, self.width, -1)
+        features = features.gather(1, path[:, :, None].expand(-1, -1, features.shape[2]))
+        slots = self._draft_write_ids(window.plan).view_as(window.slots)[:, :places].contiguous()
+        positions = window.prefix_lens[:, None] + torch.arange(places, device=path.device)
+        self._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=features.flatten(0, 1),
+            cache_loc=slots.flatten(),
+            cache_loc_2d=slots,
+            positions=positions.flatten(),
+            commit_lens=commit_lens,
+        )
