@@ -14,12 +14,14 @@ them with a heap; here they are found level by level for a whole batch on any de
 
 Costs are negative log-probabilities, which are never negative, and the bits of a non-negative
 float sort like an integer. A cost and its index therefore make one int64 key, and a plain integer
-top-k gives an order without ties: the same on every device and on every rank.
+top-k gives an order without ties: the same on every device and on every rank. The vocabulary is
+searched the same way, by gaps to the maximum: the best k tokens lie in the k chunks with the
+largest maxima.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 
@@ -30,9 +32,11 @@ from ddtree.mask import ancestor_visibility
 
 # Vocabulary entries per chunk in the two-stage top-k.
 _CHUNK = 32
-# Elements of scratch for the CPU log-sum-exp: two cores' worth of second-level cache.
-_SCRATCH = 1 << 17
+# Elements per block of the CPU vocabulary pass: stays in cache, and long enough that the cost of
+# starting an operation does not show.
+_SCRATCH = 1 << 19
 _LOG2_E = 1.4426950408889634
+_LOW_HALF = 0xFFFFFFFF
 
 
 class TreeError(ValueError):
@@ -61,7 +65,7 @@ class DraftTree:
     max_depth: int = -1
 
     def __post_init__(self) -> None:
-        bound = self.tokens.shape[1] - 1
+        bound = self.tokens.shape[-1] - 1
         if not 0 <= self.max_depth <= bound:
             object.__setattr__(self, "max_depth", bound)
 
@@ -103,20 +107,19 @@ class DraftTree:
         both = drafted[:, :, None] & drafted[:, None, :] & (nodes[:, :, None] > nodes[:, None, :])
         rules = {
             "the root is valid": self.valid | (nodes > 0),
-            "valid nodes come before invalid ones": self.valid[:, :1].expand_as(self.valid)
-            & (self.valid | ~self.valid.flip(1).cummax(1).values.flip(1)),
+            "valid nodes come before invalid ones": ~drafted | self.valid.roll(1, 1),
             "the root and invalid nodes have parent -1": drafted | (self.parents == -1),
             "a parent comes before its child": ~drafted
             | ((self.parents >= 0) & (self.parents < nodes)),
-            "a parent is valid": ~drafted | self.valid.gather(1, parents),
             "a child is one deeper than its parent": ~drafted
             | (self.depths == self.depths.gather(1, parents) + 1),
             "the root and invalid nodes have depth 0": drafted | (self.depths == 0),
             "depths stay within max_depth": self.depths <= self.max_depth,
             "scores descend": ~drafted | (self.scores <= self.scores.roll(1, 1)),
             "the root scores 0": (nodes > 0) | (self.scores == 0),
-            "invalid nodes score -inf": self.valid | (self.scores == -inf),
+            "invalid nodes, and only they, score -inf": self.valid == (self.scores > -inf),
             "tokens are not negative": self.tokens >= 0,
+            "invalid nodes have token 0": self.valid | (self.tokens == 0),
             "siblings have different tokens": ~(both & same_parent & same_token).any(-1),
         }
         for rule, holds in rules.items():
@@ -161,7 +164,7 @@ def build_tree(
     Returns:
         The `budget` prefixes with the largest product of per-position probabilities, in
         descending order of score; equal scores go shallow first, then by the parent's order,
-        then by the token's rank (logit, then smaller id).
+        then by the token's rank (probability, then smaller id).
     Raises:
         TreeError: shapes, dtypes or the budget are not as stated.
     """
@@ -217,107 +220,117 @@ def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Returns:
         costs: float32 [B, L, k], negative log-probabilities in ascending order; +inf for tokens
             that do not exist and for whole positions that hold NaN or +inf.
-        tokens: int64 [B, L, k]; equal logits in ascending order of id.
+        tokens: int64 [B, L, k]; equal costs in ascending order of id, the argmax first.
     """
-    vocab = logits.shape[-1]
-    if k * _CHUNK < vocab:
+    batch, levels, vocab = logits.shape
+    rows = logits.reshape(-1, vocab).contiguous()
+    if vocab % _CHUNK:
+        rows = torch.nn.functional.pad(rows, (0, -vocab % _CHUNK), value=-inf)
+    chunk_max, row_max, log_sum = _vocabulary_pass(rows)
+    row_max = row_max + 0.0  # a maximum of -0.0 would give gaps of -0.0, whose bits sort first
+    chunks = chunk_max.shape[1]
+    ids = torch.arange(rows.shape[1], device=rows.device)
+    if k < chunks:
         # A top-k entry lies in one of the k chunks with the largest maxima.
-        chunk_max = _chunk_maxima(logits)
-        row_max = chunk_max.amax(-1)
-        chunks = _descending_top(chunk_max, torch.arange(chunk_max.shape[-1], device=logits.device), k)
-        offsets = torch.arange(_CHUNK, device=logits.device)
-        ids = (chunks[..., None] * _CHUNK + offsets).flatten(-2)
-        values = logits.gather(-1, ids.clamp(max=vocab - 1)).float()
-        values = torch.where(ids < vocab, values, -inf)
+        keys = _keys(row_max - chunk_max, ids[:chunks])
+        best = keys.topk(k, largest=False, sorted=False).values & _LOW_HALF
+        picked = best + torch.arange(0, len(rows) * chunks, chunks, device=rows.device)[:, None]
+        values = rows.view(-1, _CHUNK).index_select(0, picked.flatten()).view(len(rows), -1)
+        ids = (best[..., None] * _CHUNK + ids[:_CHUNK]).flatten(1)
     else:
-        values = logits.float()
-        row_max = values.amax(-1)
-        ids = torch.arange(vocab, device=logits.device)
-    # The clamp only matters for positions that hold NaN, which are thrown away below.
-    tokens = _descending_top(values, ids, k).clamp(max=vocab - 1)
-    costs = _log_sum_exp(logits, row_max)[..., None] - logits.gather(-1, tokens).float()
-    return torch.where(costs.isfinite(), costs, inf), tokens
+        values = rows
+    # Gaps to the maximum are never negative, so their bits sort like integers.
+    best = _keys(row_max - values, ids).topk(k, largest=False).values
+    costs = _cost_half(best) + log_sum
+    # The clamp only matters for positions that hold NaN, which are thrown away here.
+    tokens = (best & _LOW_HALF).clamp_(max=vocab - 1)
+    costs = torch.where(costs.isfinite(), costs, inf)
+    return costs.view(batch, levels, k), tokens.view(batch, levels, k)
 
 
-def _chunk_maxima(logits: Tensor) -> Tensor:
-    """float32 [B, L, ceil(V / _CHUNK)]."""
-    maxima = logits.unfold(-1, _CHUNK, _CHUNK).amax(-1).float()
-    rest = logits.shape[-1] % _CHUNK
-    if rest:
-        maxima = torch.cat([maxima, logits[..., -rest:].amax(-1, keepdim=True).float()], dim=-1)
-    return maxima
+def _vocabulary_pass(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Chunk maxima, row maxima and log(sum(exp(row - row maximum))) of [R, V], V whole chunks.
 
-
-def _descending_top(values: Tensor, ids: Tensor, k: int) -> Tensor:
-    """Ids (below 2**31) of the k largest float32 values, equal values in ascending order of id."""
-    bits = (values + 0.0).view(torch.int32)  # + 0.0 makes the two zeros one value
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # now ordered as signed integers
-    keys = (bits.to(torch.int64) << 32) | (0x7FFFFFFF - ids)
-    return 0x7FFFFFFF - (keys.topk(k, dim=-1).values & 0x7FFFFFFF)
-
-
-def _log_sum_exp(logits: Tensor, row_max: Tensor) -> Tensor:
-    """float32 log-sum-exp over the vocabulary of [B, L, V] given its maxima [B, L]."""
-    if logits.device.type != "cpu":
-        return torch.logsumexp(logits.float(), dim=-1)
+    Returns:
+        float32 [R, V / _CHUNK], [R, 1], [R, 1].
+    """
+    count, vocab = rows.shape
+    if rows.device.type != "cpu":
+        chunk_max = rows.view(count, -1, _CHUNK).amax(-1).float()
+        row_max = chunk_max.amax(-1, keepdim=True)
+        log_sum = rows.float().logsumexp(-1, keepdim=True) - row_max
+        return chunk_max, row_max, log_sum.clamp_(min=0)
     # In blocks that stay in cache: several times faster than torch.logsumexp, which streams
     # temporaries of the whole input through memory.
-    vocab = logits.shape[-1]
-    rows, maxima = logits.reshape(-1, vocab), row_max.reshape(-1, 1)
     step = max(1, _SCRATCH // vocab)
-    scratch = torch.empty(step, vocab)
-    sums = torch.empty(len(rows))
-    for start in range(0, len(rows), step):
-        block = rows[start : start + step]
-        scaled = torch.sub(block, maxima[start : start + step], out=scratch[: len(block)])
-        torch.exp2(scaled.mul_(_LOG2_E), out=scaled)
-        torch.sum(scaled, dim=-1, out=sums[start : start + step])
-    return sums.log_().view_as(row_max) + row_max
+    scratch = torch.empty(min(step, count), vocab)
+    chunk_max = torch.empty(count, vocab // _CHUNK)
+    # Partial sums keep a row's rounding apart from its block: torch splits a lone sum by threads.
+    sums = torch.empty(count, _CHUNK)
+    blocks = (tensor.split(step) for tensor in (rows, chunk_max, sums))
+    for block, maxima, partial_sums in zip(*blocks, strict=True):
+        block, scaled = block.float(), scratch[: len(block)]
+        torch.amax(block.unflatten(1, (-1, _CHUNK)), dim=-1, out=maxima)
+        offset = maxima.amax(-1, keepdim=True).mul_(-_LOG2_E)
+        torch.add(offset, block, alpha=_LOG2_E, out=scaled)
+        torch.exp2(scaled, out=scaled)
+        torch.sum(scaled.unflatten(1, (_CHUNK, -1)), dim=-1, out=partial_sums)
+    log_sum = sums.sum(-1, keepdim=True).clamp_(min=1).log_()
+    return chunk_max, chunk_max.amax(-1, keepdim=True), log_sum
+
+
+def _keys(costs: Tensor, index: Tensor) -> Tensor:
+    """int64 keys that sort by cost (float32 >= 0), then by index (int64, broadcast to costs)."""
+    high = costs.view(torch.int32).to(torch.int64)
+    return high.bitwise_left_shift_(32).bitwise_or_(index)
+
+
+def _cost_half(keys: Tensor) -> Tensor:
+    """The float32 costs inside int64 keys, a strided view (of little-endian words)."""
+    return keys.view(torch.float32)[..., 1::2]
 
 
 @dataclass(frozen=True)
 class _Plan:
     """The pairs (parent rank, token rank) that can matter, for one (budget, k, levels).
 
-    Level l holds prefixes of depth l + 1. *Places* number the kept prefixes of all levels in a row.
+    Level l holds prefixes of depth l + 1. Pairs number all levels' pairs in a row and *places* the
+    prefixes kept of them; pair 0 and place 0 are the root.
     """
 
-    parent_ranks: tuple[Tensor, ...]  # per level: int64 [pairs], rank within the level before
-    token_ranks: tuple[Tensor, ...]  # per level: int64 [pairs]
+    sizes: tuple[int, ...]  # pairs of the root (one) and of each level
     keep: tuple[int, ...]  # per level: prefixes kept
+    parent_halves: tuple[Tensor, ...]  # per level: int64 [its pairs], 2 * parent rank + 1
+    token_index: Tensor  # int64 [pairs - 1], level * k + token rank
+    pairs: Tensor  # int64 [pairs], 0, 1, 2, ...
+    table: Tensor  # int64 [pairs, 3]: depth, 1 + token index (0 for the root), the parent's place
     chain: Tensor  # int64 [levels], the place of each level's best prefix, the argmax chain
-    depth: Tensor  # int64 [places]
-    first_pair: Tensor  # int64 [places], where the place's level starts in the joined pair lists
-    parent_base: Tensor  # int64 [places], one more than the place of the parent level's first
-    all_parent_ranks: Tensor  # int64 [all pairs]
-    all_token_ranks: Tensor  # int64 [all pairs]
 
 
 @lru_cache(maxsize=64)
 def _plan(budget: int, k: int, levels: int, device: torch.device) -> _Plan:
-    pairs, keep = [], []
-    parents = 1
+    sizes, keep, parent_halves, chain = [1], [], [], []
+    table = [(0, 0, 0)]
+    first_parent, parents = 0, 1
     for level in range(levels):
         ranks = [(i, j) for i in range(parents) for j in range(min(k, _children(i, level, budget)))]
-        pairs.append(torch.tensor(ranks, dtype=torch.int64).T.contiguous())
+        sizes.append(len(ranks))
+        table += [(level + 1, 1 + level * k + j, first_parent + i) for i, j in ranks]
+        parent_halves.append(torch.tensor([2 * i + 1 for i, _ in ranks], device=device))
+        first_parent += parents
+        chain.append(first_parent)
         # The prefix of rank r has r before it on its level and one ancestor on each level above.
         parents = min(len(ranks), budget - level)
         keep.append(parents)
-    starts = torch.tensor([0, *keep[:-1]]).cumsum(0)
-    pair_starts = torch.tensor([0, *(p.shape[1] for p in pairs[:-1])]).cumsum(0)
-    parent_base = torch.cat([torch.zeros(1, dtype=torch.int64), starts[:-1] + 1])
-    level_of = torch.repeat_interleave(torch.arange(levels), torch.tensor(keep))
-    joined = torch.cat(pairs, dim=1).to(device)
+    columns = torch.tensor(table, device=device)
     return _Plan(
-        parent_ranks=tuple(p[0].to(device) for p in pairs),
-        token_ranks=tuple(p[1].to(device) for p in pairs),
+        sizes=tuple(sizes),
         keep=tuple(keep),
-        chain=starts.to(device),
-        depth=(level_of + 1).to(device),
-        first_pair=pair_starts[level_of].to(device),
-        parent_base=parent_base[level_of].to(device),
-        all_parent_ranks=joined[0],
-        all_token_ranks=joined[1],
+        parent_halves=tuple(parent_halves),
+        token_index=columns[1:, 1] - 1,
+        pairs=torch.arange(len(table), device=device),
+        table=columns,
+        chain=torch.tensor(chain, device=device),
     )
 
 
@@ -328,62 +341,74 @@ def _children(parent_rank: int, level: int, budget: int) -> int:
     return max(0, (budget - (level - 1)) // (parent_rank + 1) - 1)
 
 
-def _cheapest(costs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k smallest of float32 costs >= 0 [B, n], ascending, ties by index: (costs, indices)."""
-    index = torch.arange(costs.shape[-1], device=costs.device)
-    keys = (costs.view(torch.int32).to(torch.int64) << 32) | index
-    best = keys.topk(k, dim=-1, largest=False).values
-    return (best >> 32).to(torch.int32).view(torch.float32), best & 0xFFFFFFFF
-
-
-def _search_levels(costs: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
-    """Costs (float32) and pair indices within the level (int64) of every place, [B, places]."""
-    parents = costs.new_zeros(costs.shape[0], 1)
-    place_costs, place_pairs = [], []
+def _search_levels(costs: Tensor, plan: _Plan) -> Tensor:
+    """Keys (cost, pair) of every place, int64 [B, places], from sorted costs [B, levels, k]."""
+    keys = plan.pairs.expand(len(costs), -1).clone()
+    token_costs = costs.flatten(1).index_select(1, plan.token_index).split(plan.sizes[1:], 1)
+    best, *levels = keys.split(plan.sizes, 1)  # the root, of cost 0, and views to be filled
+    totals = _cost_half(keys).split(plan.sizes, 1)[1:]
+    places = [best]
     for level, keep in enumerate(plan.keep):
-        tokens = costs[:, level].index_select(1, plan.token_ranks[level])
-        totals = parents.index_select(1, plan.parent_ranks[level]) + tokens
-        parents, pairs = _cheapest(totals, keep)
-        place_costs.append(parents)
-        place_pairs.append(pairs)
-    return torch.cat(place_costs, dim=1), torch.cat(place_pairs, dim=1)
+        parent_costs = best.view(torch.float32).index_select(1, plan.parent_halves[level])
+        torch.add(parent_costs, token_costs[level], out=totals[level])
+        best = levels[level].topk(keep, largest=False).values
+        places.append(best)
+    return torch.cat(places, dim=1)
 
 
 def _assemble(
     costs: Tensor, tokens: Tensor, root_tokens: Tensor, budget: int, chain_seed: bool
 ) -> DraftTree:
     """Best-first tree from sorted per-position costs and tokens, both [B, levels, k]."""
-    batch, levels, k = costs.shape
+    _, levels, k = costs.shape
     plan = _plan(budget, k, levels, costs.device)
-    place_costs, place_pairs = _search_levels(costs, plan)
-    nodes = min(budget, place_costs.shape[1])
+    place_keys = _search_levels(costs, plan)
+    width = min(budget + 1, place_keys.shape[1])
     if chain_seed:
-        # No other prefix costs 0: a token that is not the argmax costs at least log 2.
-        seeded = place_costs.clone()
-        seeded[:, plan.chain] = torch.where(place_costs[:, plan.chain].isfinite(), 0.0, inf)
-        chosen = _cheapest(seeded, nodes)[1].sort(dim=1).values
-        node_costs, rank = _cheapest(place_costs.gather(1, chosen), nodes)
+        chosen = _with_chain(place_keys, plan.chain, width)
+        keys, rank = place_keys.gather(1, chosen).topk(width, largest=False)
         places = chosen.gather(1, rank)
     else:
-        node_costs, places = _cheapest(place_costs, nodes)
+        keys, places = place_keys.topk(width, largest=False)
 
-    pairs = plan.first_pair[places] + place_pairs.gather(1, places)
-    depths = plan.depth[places]
-    node_of_place = places.new_zeros(batch, place_costs.shape[1] + 1)  # slot 0 is the root
-    order = torch.arange(1, nodes + 1, device=costs.device).expand(batch, -1)
-    node_of_place.scatter_(1, places + 1, order)
-    parents = node_of_place.gather(1, plan.parent_base[places] + plan.all_parent_ranks[pairs])
-    choices = (depths - 1) * k + plan.all_token_ranks[pairs]
+    return _trees(keys, places, plan, tokens, root_tokens, budget)
 
-    tree = _root_only(root_tokens, budget)
-    valid = node_costs.isfinite()
-    drafted = slice(1, nodes + 1)
-    tree.tokens[:, drafted] = torch.where(valid, tokens.flatten(1).gather(1, choices), 0)
-    tree.parents[:, drafted] = torch.where(valid, parents, -1)
-    tree.depths[:, drafted] = torch.where(valid, depths, 0)
-    tree.scores[:, drafted] = -node_costs
-    tree.valid[:, drafted] = valid
-    return replace(tree, max_depth=levels)
+
+def _with_chain(place_keys: Tensor, chain: Tensor, width: int) -> Tensor:
+    """int64 [B, width], in no order: the places of the argmax chain and the best others."""
+    seeded = place_keys.clone()
+    costs = _cost_half(seeded)
+    # No other prefix costs 0: a token that is not the argmax costs at least log 2.
+    costs[:, chain] = torch.where(costs[:, chain] < inf, 0.0, inf)
+    return seeded.topk(width, largest=False, sorted=False).indices
+
+
+def _trees(
+    keys: Tensor, places: Tensor, plan: _Plan, tokens: Tensor, root_tokens: Tensor, budget: int
+) -> DraftTree:
+    """Node fields from the keys and places of the nodes in order, both [B, <= budget + 1]."""
+    costs, width = _cost_half(keys), keys.shape[1]
+    valid = costs < inf
+    pairs = (keys & _LOW_HALF).flatten()
+    depths, choices, parent_places = (
+        plan.table.index_select(0, pairs).view(*keys.shape, 3).unbind(2)
+    )
+    node_of_place = places.new_empty(len(keys), 1 + sum(plan.keep))
+    node_of_place.scatter_(1, places, plan.pairs[:width].expand_as(places))
+    parents = node_of_place.gather(1, parent_places)
+    parents[:, 0] = -1
+    chosen = torch.cat([root_tokens[:, None], tokens.flatten(1)], dim=1).gather(1, choices)
+    fields = (
+        (torch.where(valid, chosen, 0), 0),
+        (torch.where(valid, parents, -1), -1),
+        (torch.where(valid, depths, 0), 0),
+        (0.0 - costs, -inf),
+        (valid, False),
+    )
+    if width < budget + 1:  # there are not as many prefixes, whatever the input
+        fill = (0, budget + 1 - width)
+        fields = tuple((torch.nn.functional.pad(f, fill, value=v), v) for f, v in fields)
+    return DraftTree(*(field for field, _ in fields), max_depth=tokens.shape[1])
 
 
 def build_chain(draft_logits: Tensor, root_tokens: Tensor) -> DraftTree:
