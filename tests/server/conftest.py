@@ -1,0 +1,236 @@
+"""Real SGLang servers on loopback, one per configuration, started when first asked for.
+
+At most `MAX_ALIVE` servers run at a time, because each takes about 2.5 GiB: asking for another
+stops the one that was used longest ago. Tests skip where SGLang is not installed.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import importlib.util
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from . import tiny
+
+MAX_ALIVE = 2
+START_SECONDS = 300
+# One thread per process: two of these tests' servers share two cores, and OpenMP threads that spin
+# for each other are much slower than one.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip without SGLang, and run tests of one server next to each other."""
+    if importlib.util.find_spec("sglang") is None:
+        skip = pytest.mark.skip(
+            reason="SGLang is not installed (pip install sglang-ddtree[sglang])"
+        )
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(skip)
+
+
+@dataclass
+class Server:
+    """A running server and the requests tests make of it."""
+
+    arguments: tuple[str, ...]
+    log: Path
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1",
+                   "--port", str(self.port), "--device", "cpu", *self.arguments]  # fmt: skip
+        with self.log.open("wb") as log:
+            # A session of its own, so that stopping it reaches every process it started.
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | ENVIRONMENT,
+                start_new_session=True,
+            )
+        self._await_health()
+
+    def _await_health(self) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                pytest.fail(f"the server stopped at start:\n{self.tail()}")
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.5)
+        pytest.fail(f"the server did not answer within {START_SECONDS} s:\n{self.tail()}")
+
+    def stop(self) -> None:
+        if self.process is None or self.process.poll() is not None:
+            return
+        os.killpg(self.process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def tail(self, lines: int = 40) -> str:
+        text = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(line[:400] for line in text[-lines:])
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One `/generate` call."""
+        response = httpx.post(f"{self.url}/generate", json=request, timeout=300)
+        assert response.status_code == 200, f"{response.text[:500]}\n{self.tail()}"
+        return response.json()
+
+    def generate_all(
+        self, requests: Sequence[dict[str, Any]], *, at_once: int = 1, seed: int = 0
+    ) -> list[dict[str, Any]]:
+        """Answers in the order of `requests`; sent in random order when several are in flight."""
+        order = list(range(len(requests)))
+        if at_once > 1:
+            random.Random(seed).shuffle(order)
+        with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+            answers = dict(
+                zip(order, pool.map(lambda i: self.generate(requests[i]), order), strict=True)
+            )
+        return [answers[i] for i in range(len(requests))]
+
+    def flush(self) -> None:
+        """Empty the radix cache."""
+        httpx.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
+
+    def info(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/get_server_info", timeout=60).json()
+
+
+class ServerPool:
+    """Servers by their arguments, the least recently used stopped first."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._running: OrderedDict[tuple[str, ...], Server] = OrderedDict()
+        self._started = 0
+
+    def get(self, *arguments: str) -> Server:
+        server = self._running.get(arguments)
+        if server is not None and server.alive():
+            self._running.move_to_end(arguments)
+            return server
+        self._running.pop(arguments, None)
+        while len(self._running) >= MAX_ALIVE:
+            self._running.popitem(last=False)[1].stop()
+        self._started += 1
+        server = Server(arguments, self._logs / f"server-{self._started}.log")
+        try:
+            server.start()
+        except BaseException:
+            server.stop()
+            raise
+        self._running[arguments] = server
+        return server
+
+    def stop_all(self) -> None:
+        while self._running:
+            self._running.popitem()[1].stop()
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    pool = ServerPool(tmp_path_factory.mktemp("servers"))
+    yield pool
+    pool.stop_all()
+
+
+@dataclass(frozen=True)
+class TinyModels:
+    """Folders of a tiny target and drafter, and the arguments that serve them."""
+
+    target: Path
+    drafter: Path
+
+    def plain(self, *extra: str) -> tuple[str, ...]:
+        return (
+            *("--model-path", str(self.target), "--skip-tokenizer-init"),
+            *("--dtype", "float32", "--context-length", "2048"),
+            *("--max-total-tokens", "16384", "--max-running-requests", "8"),
+            *extra,
+        )
+
+    def ddtree(self, width: int, *extra: str) -> tuple[str, ...]:
+        return self.plain(
+            *("--speculative-algorithm", "DDTREE"),
+            *("--speculative-draft-model-path", str(self.drafter)),
+            *("--speculative-num-draft-tokens", str(width)),
+            *extra,
+        )
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    folder = tmp_path_factory.mktemp("tiny")
+    return TinyModels(tiny.write_target(folder / "target"), tiny.write_drafter(folder / "drafter"))
+
+
+def tiny_requests(count: int, seed: int = 0, **parameters: Any) -> list[dict[str, Any]]:
+    """Random prompts of 1 to 120 tokens with different lengths and stop conditions."""
+    rng = random.Random(seed)
+    requests = []
+    for _ in range(count):
+        prompt = [rng.randrange(3, tiny.VOCABULARY - 1) for _ in range(rng.randrange(1, 121))]
+        sampling: dict[str, Any] = {
+            "temperature": 0,
+            "max_new_tokens": rng.choice([1, 2, 5, 17, 64, 100]),
+            "ignore_eos": rng.random() < 0.7,
+        }
+        if rng.random() < 0.3:
+            sampling["stop_token_ids"] = [rng.randrange(3, tiny.VOCABULARY)]
+        requests.append({"input_ids": prompt, "sampling_params": sampling | parameters})
+    return requests
+
+
+@pytest.fixture(scope="session")
+def plain_answers(servers: ServerPool, tiny_models: TinyModels) -> dict[str, list[Any]]:
+    """What the plain server says to `tiny_requests`, asked one by one; kept for all tests."""
+    server = servers.get(*tiny_models.plain())
+    return {"greedy": [outcome(a) for a in server.generate_all(tiny_requests(40))]}
+
+
+def outcome(answer: dict[str, Any]) -> tuple[list[int], str, int]:
+    """Everything about an answer that decoding must not change: tokens, why it ended, the count."""
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]
+    return (
+        answer["output_ids"],
+        f"{reason['type']}:{reason.get('matched')}:{reason.get('length')}",
+        meta["completion_tokens"],
+    )
