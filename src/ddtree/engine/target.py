@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddtree.cpu_linear import pack_linears
 from ddtree.engine.cache import RowCache
 from ddtree.mask import tree_attention_mask
 from ddtree.tree import DraftTree
@@ -164,6 +165,8 @@ def load_target(
 ) -> tuple[Any, Any]:
     """A transformers causal model ready for `generate`, and its tokenizer.
 
+    On a CPU its linear layers are packed (see `ddtree.cpu_linear`), so it cannot be trained.
+
     Raises:
         EngineError: it cannot be loaded; the message carries the reason.
     """
@@ -180,4 +183,6 @@ def load_target(
             f"the target {path_or_hub_id} cannot be loaded ({reason}); name a folder or a hub id "
             f"of a causal language model"
         ) from None
-    return model.to(device).eval(), tokenizer
+    model = model.to(device).eval()
+    pack_linears(model)
+    return model, tokenizer

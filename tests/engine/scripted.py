@@ -1,0 +1,82 @@
+"""Tiny random targets of several architectures, and a drafter that knows the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddtree.drafter import ContextCache, random_drafter
+
+VOCAB = 61
+_COMMON = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_WINDOWED = {
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "use_sliding_window": True,
+    "max_window_layers": 0,
+}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3-windowed": ("Qwen3", _WINDOWED),
+}
+
+
+def tiny_target(name: str = "llama", seed: int = 0, **changes: Any) -> Any:
+    """A random float32 target of one of `ARCHITECTURES`."""
+    import transformers
+
+    family, special = ARCHITECTURES[name]
+    config = getattr(transformers, f"{family}Config")(**{**_COMMON, **special, **changes})
+    torch.manual_seed(seed)
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def plain(target: Any, prompt: list[int], count: int) -> list[int]:
+    """Greedy continuation by transformers' own `generate`: the oracle."""
+    out = target.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+class ScriptedDrafter:
+    """Drafts from a known text, the right token at a random rank, so that paths are long.
+
+    It keeps a real context cache, and fails if the engine's context is not exactly what was
+    committed before the root.
+    """
+
+    def __init__(self, target: Any, text: list[int], block_size: int = 8, seed: int = 0) -> None:
+        self._real = random_drafter(target, block_size=block_size)
+        self._text = text
+        self._noise = torch.Generator().manual_seed(seed)
+        self.block_size = block_size
+        self.target_layer_ids = self._real.target_layer_ids
+        self.new_cache = self._real.new_cache
+        self.extend_context = self._real.extend_context
+
+    def draft_logits(
+        self, cache: ContextCache, root_tokens: Tensor, root_positions: Tensor
+    ) -> Tensor:
+        assert cache.length == int(root_positions)
+        logits = 3 * torch.randn(1, self.block_size - 1, VOCAB, generator=self._noise)
+        known = self._text[cache.length + 1 :][: self.block_size - 1]
+        for slot, token in enumerate(known):
+            rank = int(3 * torch.rand(1, generator=self._noise) ** 2)  # 0, 1 or 2; 0 in most cases
+            logits[0, slot, token] = logits[0, slot].sort(descending=True).values[rank] + 1e-3
+        return logits
