@@ -27,6 +27,7 @@ from math import inf
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ddtree.mask import ancestor_visibility
 
@@ -89,8 +90,14 @@ class DraftTree:
 
     def to(self, device: torch.device | str) -> DraftTree:
         """The same trees on another device."""
-        fields = (self.tokens, self.parents, self.depths, self.scores, self.valid)
-        return DraftTree(*(field.to(device) for field in fields), max_depth=self.max_depth)
+        return DraftTree(
+            tokens=self.tokens.to(device),
+            parents=self.parents.to(device),
+            depths=self.depths.to(device),
+            scores=self.scores.to(device),
+            valid=self.valid.to(device),
+            max_depth=self.max_depth,
+        )
 
     def check(self) -> None:
         """Verify every invariant (synchronises the device).
@@ -225,7 +232,7 @@ def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     batch, levels, vocab = logits.shape
     rows = logits.reshape(-1, vocab).contiguous()
     if vocab % _CHUNK:
-        rows = torch.nn.functional.pad(rows, (0, -vocab % _CHUNK), value=-inf)
+        rows = pad(rows, (0, -vocab % _CHUNK), value=-inf)
     chunk_max, row_max, log_sum = _vocabulary_pass(rows)
     row_max = row_max + 0.0  # a maximum of -0.0 would give gaps of -0.0, whose bits sort first
     chunks = chunk_max.shape[1]
@@ -398,17 +405,20 @@ def _trees(
     parents = node_of_place.gather(1, parent_places)
     parents[:, 0] = -1
     chosen = torch.cat([root_tokens[:, None], tokens.flatten(1)], dim=1).gather(1, choices)
-    fields = (
-        (torch.where(valid, chosen, 0), 0),
-        (torch.where(valid, parents, -1), -1),
-        (torch.where(valid, depths, 0), 0),
-        (0.0 - costs, -inf),
-        (valid, False),
+    missing = budget + 1 - width  # so many prefixes fewer, whatever the input
+
+    def field(values: Tensor, where_invalid: float) -> Tensor:
+        values = torch.where(valid, values, where_invalid)
+        return pad(values, (0, missing), value=where_invalid) if missing else values
+
+    return DraftTree(
+        tokens=field(chosen, 0),
+        parents=field(parents, -1),
+        depths=field(depths, 0),
+        scores=field(0.0 - costs, -inf),
+        valid=field(valid, False),
+        max_depth=tokens.shape[1],
     )
-    if width < budget + 1:  # there are not as many prefixes, whatever the input
-        fill = (0, budget + 1 - width)
-        fields = tuple((torch.nn.functional.pad(f, fill, value=v), v) for f, v in fields)
-    return DraftTree(*(field for field, _ in fields), max_depth=tokens.shape[1])
 
 
 def build_chain(draft_logits: Tensor, root_tokens: Tensor) -> DraftTree:
