@@ -63,7 +63,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1",
-                   "--port", str(self.port), "--device", "cpu", *self.arguments]  # fmt: skip
+                   "--port", str(self.port), *self.arguments]  # fmt: skip
         with self.log.open("wb") as log:
             # A session of its own, so that stopping it reaches every process it started.
             self.process = subprocess.Popen(

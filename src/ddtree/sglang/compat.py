@@ -89,7 +89,8 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": (
         "temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "is_all_greedy",
         "need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling", "logit_bias",
-        "has_custom_logit_processor",
+        "has_custom_logit_processor", "penalizer_orchestrator", "acc_additive_penalties",
+        "acc_scaling_penalties",
     ),
     "sglang.srt.speculative.dflash_info:DFlashVerifyInput": (
         "draft_token", "positions", "draft_token_num", "custom_mask", "capture_hidden_mode",

@@ -40,6 +40,7 @@ from ddtree.accept import Acceptance, accept_path
 from ddtree.sglang.choose import adjust_logits, choose_node_tokens, grammar_tree
 from ddtree.sglang.draft_model import keep_embedding_dtype
 from ddtree.sglang.observe import RoundLog
+from ddtree.sglang.penalties import PathPenalties
 from ddtree.sglang.settings import Settings
 from ddtree.sglang.verify import DDTreeDraftInput, DDTreeVerifyInput, flat_tree_mask
 from ddtree.tree import DraftTree, build_tree
@@ -80,6 +81,7 @@ class DDTreeWorker(DFlashWorkerV2):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self.window = max(self.width, self.block_size)
         self.rounds = RoundLog(self.settings.log_rounds, self.device)
+        self._vocab = int(self.model_runner.model_config.vocab_size)
         keep_embedding_dtype(self.draft_model)
         self._wants_flat_mask = True
         if get_parallel().tp_rank == 0:
@@ -105,6 +107,8 @@ class DDTreeWorker(DFlashWorkerV2):
         """Build the drafter's backend with the block size as its verify width."""
         with self._drafter_spec():
             super().init_attention_backends()
+        slots = self.model_runner.req_to_token_pool.req_to_token.shape[0]
+        self.penalties = PathPenalties(slots, self._vocab, self.device)
         backend = self.model_runner.attn_backend
         self._wants_flat_mask = not getattr(backend, "reads_tree_visibility", False)
 
@@ -142,9 +146,12 @@ class DDTreeWorker(DFlashWorkerV2):
         """Prefill as DFLASH does it; decode by one round of DDTREE."""
         extends = batch.forward_mode.is_extend() or batch.is_extend_in_batch
         if extends or batch.forward_mode.is_idle():
-            return super().forward_batch_generation(
+            result = super().forward_batch_generation(
                 batch, on_publish, grammar_barrier, pp_proxy_tensors
             )
+            if extends and not batch.forward_mode.is_idle():
+                self.penalties.begin(batch, result.next_token_ids)
+            return result
         return self._round(batch, on_publish, grammar_barrier)
 
     def _round(
@@ -179,6 +186,7 @@ class DDTreeWorker(DFlashWorkerV2):
                     device=logits.device,
                     barrier=grammar_barrier,
                 )
+            self.penalties.apply(batch, tree, logits)
             chosen = self._choose(batch, logits, mask, tree.positions(window.prefix_lens))
             acceptance = accept_path(tree, chosen)
             new_seq_lens = window.prefix_lens + acceptance.lengths
@@ -272,10 +280,6 @@ class DDTreeWorker(DFlashWorkerV2):
         )
         return forward_batch
 
-    @property
-    def _vocab(self) -> int:
-        return int(self.model_runner.model_config.vocab_size)
-
     def _head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's head on draft hidden states [rows, H], without its vocabulary padding."""
         head = unwrap_lora_layer(self.target_worker.model_runner.model.lm_head)
@@ -358,13 +362,15 @@ class DDTreeWorker(DFlashWorkerV2):
         self._move_accepted_rows(window, path)
         self._extend_draft_cache(window, output.hidden_states, path, commit_lens)
         output.hidden_states = None
+        # Up to its end, an accepted path's tokens are the target's choices along it.
+        committed = chosen.gather(1, path)
+        self.penalties.commit(batch, committed, commit_lens)
         if batch.return_logprob:
             rows = torch.arange(len(path), device=path.device)[:, None] * self.width + path
             compute_spec_logprobs(batch, output, chosen.flatten(), accept_index=rows)
         return GenerationBatchResult(
             logits_output=output,
-            # Up to its end, an accepted path's tokens are the target's choices along it.
-            next_token_ids=chosen.gather(1, path).flatten(),
+            next_token_ids=committed.flatten(),
             accept_lens=commit_lens,
             can_run_cuda_graph=verified.can_run_cuda_graph,
             next_draft_input=self._make_next_draft_input_decode(

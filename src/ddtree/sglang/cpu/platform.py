@@ -38,6 +38,10 @@ class DDTreeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args._raw_input.get("attention_backend") is None:
             server_args.attention_backend = ATTENTION_BACKEND
 
+    def get_device(self, device_id: int = 0) -> str:
+        """The value of `--device` when the user gives none; every rank shares the one CPU."""
+        return "cpu"
+
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
 
