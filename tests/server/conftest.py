@@ -1,5 +1,7 @@
 """Real SGLang servers on loopback, one per configuration, started when first asked for.
 
+They sleep when idle: a scheduler that polls takes a whole core from the server under test.
+
 At most `MAX_ALIVE` servers run at a time, because each takes about 2.5 GiB: asking for another
 stops the one that was used longest ago. Tests skip where SGLang is not installed.
 """
@@ -63,7 +65,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1",
-                   "--port", str(self.port), *self.arguments]  # fmt: skip
+                   "--port", str(self.port), "--sleep-on-idle", *self.arguments]  # fmt: skip
         with self.log.open("wb") as log:
             # A session of its own, so that stopping it reaches every process it started.
             self.process = subprocess.Popen(

@@ -91,7 +91,7 @@ def choose_node_tokens(
         return logits.argmax(-1).view(-1, width)
     rule = NodeSampling.of(info, width)
     probs = torch.softmax(logits.float() / rule.temperatures, dim=-1)
-    tokens, _ = sampler._sample_from_probs(probs, rule, positions, rule.unfiltered)  # type: ignore[arg-type]
+    tokens, _ = sampler._sample_from_probs(probs, rule, positions, rule.unfiltered)
     return tokens.to(torch.int64).view(-1, width)
 
 

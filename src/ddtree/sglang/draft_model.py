@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def keep_embedding_dtype(model: torch.nn.Module) -> None:
+def keep_embedding_dtype(model: Any) -> None:
     """Feed a DFlash draft model its block embeddings in its own dtype; idempotent.
 
     `ModelRunner` casts every `input_embeds` to bfloat16 before it calls `model.forward`. The batch

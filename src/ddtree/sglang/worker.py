@@ -34,7 +34,11 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
-from sglang.srt.speculative.spec_utils import build_grammar_vocab_mask, draft_tp_context
+from sglang.srt.speculative.spec_utils import (
+    GrammarTree,
+    build_grammar_vocab_mask,
+    draft_tp_context,
+)
 
 from ddtree.accept import Acceptance, accept_path
 from ddtree.sglang.choose import adjust_logits, choose_node_tokens, grammar_tree
@@ -176,18 +180,8 @@ class DDTreeWorker(DFlashWorkerV2):
         with stage("verify"):
             verified = self._verify(batch, window, tree)
         with stage("accept"):
-            logits = self._full_logits(batch, verified.logits_output)
-            mask = None
-            if grammars is not None:
-                mask = build_grammar_vocab_mask(
-                    reqs=batch.reqs,
-                    tree=grammars,
-                    sampling_info=batch.sampling_info,
-                    device=logits.device,
-                    barrier=grammar_barrier,
-                )
-            self.penalties.apply(batch, tree, logits)
-            chosen = self._choose(batch, logits, mask, tree.positions(window.prefix_lens))
+            mask = self._grammar_mask(batch, grammars, grammar_barrier)
+            chosen = self._choose(batch, window, tree, verified.logits_output, mask)
             acceptance = accept_path(tree, chosen)
             new_seq_lens = window.prefix_lens + acceptance.lengths
         if on_publish is not None:
@@ -318,25 +312,46 @@ class DDTreeWorker(DFlashWorkerV2):
             skip_attn_backend_init=True,
         )
 
-    def _full_logits(self, batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor:
+    def _full_logits(self, output: LogitsProcessorOutput) -> torch.Tensor:
         """Verify logits [B * width, V], gathered over the tensor-parallel ranks."""
         processor = self._target_logits_processor
         if processor is not None and processor.is_deferred_shard(output.next_token_logits):
             output.next_token_logits = processor.finish_deferred_gather(output.next_token_logits)
         return output.next_token_logits
 
+    def _grammar_mask(
+        self,
+        batch: ScheduleBatch,
+        grammars: GrammarTree | None,
+        barrier: Callable[[], None] | None,
+    ) -> Any | None:
+        """What each request's grammar allows at each node; host work that overlaps the verify."""
+        if grammars is None:
+            return None
+        return build_grammar_vocab_mask(
+            reqs=batch.reqs,
+            tree=grammars,
+            sampling_info=batch.sampling_info,
+            device=self.device,
+            barrier=barrier,
+        )
+
     def _choose(
         self,
         batch: ScheduleBatch,
-        logits: torch.Tensor,
+        window: Window,
+        tree: DraftTree,
+        output: LogitsProcessorOutput,
         grammar_mask: Any | None,
-        positions: torch.Tensor,
     ) -> torch.Tensor:
         """The target's token at every node, int64 [B, width], the same on every rank."""
+        logits = self._full_logits(output)
         info = batch.sampling_info
+        self.penalties.apply(batch, tree, logits)
         adjust_logits(logits, info, self.width, grammar_mask)
+        positions = tree.positions(window.prefix_lens).flatten()
         sampler = self.target_worker.model_runner.sampler
-        chosen = choose_node_tokens(logits, info, positions.flatten(), self.width, sampler)
+        chosen = choose_node_tokens(logits, info, positions, self.width, sampler)
         greedy = info is None or info.is_all_greedy
         site = (
             SpecTpSyncSite.DFLASH_ACCEPT_GREEDY if greedy else SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE

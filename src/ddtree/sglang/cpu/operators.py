@@ -68,7 +68,7 @@ def _ignore_streams_of_cpu_tensors() -> None:
         if tensor.device.type != "cpu":
             record_stream(tensor, stream)
 
-    torch.Tensor.record_stream = record_stream_off_cpu  # type: ignore[method-assign]
+    torch.Tensor.record_stream = record_stream_off_cpu  # type: ignore[assignment,method-assign]
 
 
 def _register_attention_backend() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from sglang.srt.arg_groups.choices import (
     add_attention_backend_choices,
     add_draft_attention_backend_choices,
@@ -76,7 +75,7 @@ class DDTreeCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         install_torch_operators()
 
-    def post_load_model(self, model: torch.nn.Module) -> None:
+    def post_load_model(self, model: Any) -> None:
         """Adapt a DFlash draft model: no Triton rotary kernel, inputs in its own dtype."""
         if type(model).__name__ != "DFlashDraftModel":
             return

@@ -1,0 +1,135 @@
+"""What a request may ask for keeps its meaning on a tree: sampling, penalties, logprobs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from . import tiny
+from .conftest import Server, ServerPool, TinyModels, outcome, tiny_requests
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def plain(servers: ServerPool, tiny_models: TinyModels) -> Server:
+    return servers.get(*tiny_models.plain())
+
+
+@pytest.fixture(scope="module")
+def ddtree(servers: ServerPool, tiny_models: TinyModels) -> Server:
+    return servers.get(*tiny_models.ddtree(33))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"temperature": 1.0},
+        {"temperature": 1.5, "top_k": 6},
+        {"temperature": 1.2, "top_p": 0.7},
+        {"temperature": 1.0, "min_p": 0.2, "top_p": 0.9},
+    ],
+    ids=lambda rule: "-".join(rule),
+)
+def test_sampled_tokens_have_the_plain_servers_distribution(
+    plain: Server, ddtree: Server, rule: dict[str, float]
+) -> None:
+    """Two-sample chi-square over the joint distribution of the second and third token.
+
+    The first token comes from the prefill; the others from trees.
+    """
+    from scipy.stats import chi2_contingency
+
+    request = {
+        "input_ids": [5, 9, 4, 17, 3],
+        "sampling_params": rule | {"max_new_tokens": 3, "ignore_eos": True, "n": 750},
+    }
+    counts = [Counter(_second_and_third(server, request)) for server in (plain, ddtree)]
+    pairs = sorted(counts[0].keys() | counts[1].keys())
+    frequent = [p for p in pairs if counts[0][p] + counts[1][p] >= 20]
+    table = [[c[p] for p in frequent] + [c.total() - sum(c[p] for p in frequent)] for c in counts]
+    columns = [column for column in zip(*table, strict=True) if sum(column)]
+    assert len(columns) > 3, "too few outcomes to tell distributions apart"
+    p_value = chi2_contingency(list(zip(*columns, strict=True))).pvalue
+    assert p_value > 1e-4
+
+
+def _second_and_third(server: Server, request: dict[str, Any]) -> list[tuple[int, ...]]:
+    answers: Any = server.generate(request)
+    return [tuple(answer["output_ids"][1:3]) for answer in answers]
+
+
+def test_greedy_and_sampling_requests_in_one_batch(
+    ddtree: Server, plain_answers: dict[str, list[Any]]
+) -> None:
+    """A greedy request is greedy whatever its neighbours do."""
+    greedy = tiny_requests(40)[:12]
+    noise = tiny_requests(12, seed=9, temperature=1.3, top_p=0.8)
+    mixed = [request for pair in zip(greedy, noise, strict=True) for request in pair]
+    answers = ddtree.generate_all(mixed, at_once=8, seed=5)
+    assert [outcome(a) for a in answers[::2]] == plain_answers["greedy"][:12]
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"frequency_penalty": 0.7},
+        {"presence_penalty": 1.1},
+        {"repetition_penalty": 1.3},
+        {"frequency_penalty": -0.4, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+        {"min_new_tokens": 12, "ignore_eos": False, "stop_token_ids": [5, 11, 13, 21]},
+        {"logit_bias": {"7": 4.0, "13": -6.0}},
+    ],
+    ids=lambda penalties: "-".join(penalties),
+)
+def test_penalties_see_the_path_to_the_node(
+    plain: Server, ddtree: Server, penalties: dict[str, Any]
+) -> None:
+    """Greedy output under penalties equals the plain server's, alone and in a mixed batch."""
+    penalised = tiny_requests(8, seed=11, **penalties)
+    wanted = [outcome(a) for a in plain.generate_all(penalised)]
+    assert [outcome(a) for a in ddtree.generate_all(penalised)] == wanted
+    mixed = penalised + tiny_requests(8, seed=12)
+    answers = ddtree.generate_all(mixed, at_once=8, seed=6)
+    assert [outcome(a) for a in answers[:8]] == wanted
+
+
+def test_log_probabilities_of_accepted_nodes(plain: Server, ddtree: Server) -> None:
+    """Chosen, top and input log-probabilities, in accepted order, none missing or extra."""
+    requests = [
+        request | {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0}
+        for request in tiny_requests(10, seed=13)
+    ]
+    wanted = plain.generate_all(requests)
+    for at_once in (1, 5):
+        answers = ddtree.generate_all(requests, at_once=at_once)
+        for answer, reference in zip(answers, wanted, strict=True):
+            assert outcome(answer) == outcome(reference)
+            for kind in ("output_token_logprobs", "input_token_logprobs"):
+                _assert_close(answer["meta_info"][kind], reference["meta_info"][kind])
+            tops = [a["meta_info"]["output_top_logprobs"] for a in (answer, reference)]
+            assert len(tops[0]) == len(tops[1])
+            for ours, theirs in zip(*tops, strict=True):
+                _assert_close(ours, theirs)
+
+
+def _assert_close(ours: list[Any], theirs: list[Any]) -> None:
+    assert [entry[1] for entry in ours] == [entry[1] for entry in theirs]
+    for (value, *_), (reference, *_) in zip(ours, theirs, strict=True):
+        if reference is None:
+            assert value is None
+        else:
+            assert value == pytest.approx(reference, abs=1e-4)
+
+
+def test_tokens_with_special_ids_are_ordinary_output(plain: Server, ddtree: Server) -> None:
+    """Token id 0 is no empty node, and the drafter's mask token may be said."""
+    bias = {"0": 3.0, str(tiny.MASK_TOKEN_ID): 3.0}
+    requests = tiny_requests(8, seed=14, logit_bias=bias, max_new_tokens=40, ignore_eos=True)
+    wanted = [outcome(a) for a in plain.generate_all(requests)]
+    said = Counter(token for tokens, *_ in wanted for token in tokens)
+    assert said[0] > 5
+    assert said[tiny.MASK_TOKEN_ID] > 5
+    assert [outcome(a) for a in ddtree.generate_all(requests)] == wanted
