@@ -28,7 +28,10 @@ def toy_target(seed: int = 0):
         max_position_embeddings=128,
         tie_word_embeddings=True,
     )
-    return transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    # Embeddings of everyday size, so that a borrowed head can tell tokens apart.
+    model.get_input_embeddings().weight.normal_(std=0.5)
+    return model
 
 
 def toy_config(**changes) -> DFlashConfig:

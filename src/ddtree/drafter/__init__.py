@@ -5,6 +5,7 @@ from ddtree.drafter.load import (
     Drafter,
     config_for_target,
     load_drafter,
+    load_weights,
     random_drafter,
     save_drafter,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "PackedContext",
     "config_for_target",
     "load_drafter",
+    "load_weights",
     "random_drafter",
     "save_drafter",
 ]

@@ -124,6 +124,22 @@ def save_drafter(
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
 
+def load_weights(model: DFlashDraftModel, folder: str | Path) -> None:
+    """Replace a model's weights by those of a checkpoint of the same shape.
+
+    Raises:
+        DrafterError: the checkpoint is of another shape, or reads other layers of the target.
+    """
+    theirs, ours = DFlashConfig.read(folder), model.config
+    for name in ("num_hidden_layers", "target_layer_ids", "mask_token_id"):
+        if getattr(theirs, name) != getattr(ours, name):
+            raise DrafterError(
+                f"{folder} has {name} {getattr(theirs, name)}, wanted is {getattr(ours, name)}"
+            )
+    weights = _read_weights(Path(folder))
+    _fill(model, {n: w.to(model.fc.weight.dtype) for n, w in weights.items()})
+
+
 def config_for_target(target: Any, **choices: Any) -> DFlashConfig:
     """A drafter's configuration with the target's widths.
 

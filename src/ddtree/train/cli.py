@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ddtree.drafter import DrafterError, load_drafter
+from ddtree.drafter.config import default_target_layer_ids
 from ddtree.train.batch import BatchError
 from ddtree.train.estimate import CHAIN, DocumentTau, estimate_tau
 from ddtree.train.evaluate import TauInterval, tau_intervals
@@ -38,6 +39,8 @@ _ERRORS = (
     TrainingStopped,
 )
 _console = Console()
+# Layers stored when none are named: z-lab's spread for a drafter of this depth.
+_DEFAULT_LAYERS = 5
 
 
 @app.command()
@@ -48,7 +51,9 @@ def prepare(
     responses: Annotated[list[Path], typer.Option(help="JSONL of known responses.")] = [],  # noqa: B006
     write: Annotated[int, typer.Option(help="Instructions the target writes itself.")] = 0,
     limit: Annotated[int | None, typer.Option(help="Prompts to take of each file.")] = None,
-    layers: Annotated[str, typer.Option(help="Target layers to store, e.g. 1,8,14,20,25,28.")] = "",
+    layers: Annotated[
+        str, typer.Option(help="Target layers to store; z-lab's spread of five if empty.")
+    ] = "",
     max_new_tokens: Annotated[int, typer.Option(help="Length of a response.")] = 256,
     batch_size: Annotated[int, typer.Option(help="Prompts generated together.")] = 96,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
@@ -114,8 +119,8 @@ def run(
     with _clear_errors():
         settings = TrainSettings.read(config, **{k: v for k, v in given.items() if v is not None})
         model, _ = load_target(settings.target, "float32")
-        trainer = Trainer(settings, model, say=_console.print)
-        trainer.run()
+        with _bar("training", "s/step") as report:
+            Trainer(settings, model, say=_say, tick=report).run()
     _console.print(f"the drafter is in {Path(settings.out) / 'last'}")
 
 
@@ -212,12 +217,16 @@ def load_target(name: str, dtype: str) -> tuple[Any, Any]:
 def _layer_ids(text: str, model) -> list[int]:
     layers = model.config.get_text_config().num_hidden_layers
     if not text:
-        raise SettingsError(f"--layers is needed: some of the target's layers 0 to {layers - 2}")
+        return default_target_layer_ids(layers, _DEFAULT_LAYERS)
     ids = [int(i) for i in text.split(",")]
     # The last layer's output is only ever seen after the final norm.
     if any(not 0 <= i < layers - 1 for i in ids):
         raise SettingsError(f"--layers {text} must lie between 0 and {layers - 2}")
     return ids
+
+
+def _say(line: str) -> None:
+    _console.print(line, soft_wrap=True, highlight=False)
 
 
 @contextmanager

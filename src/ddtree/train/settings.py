@@ -27,6 +27,8 @@ class TrainSettings:
             tokenizer never writes.
         copy_layers: target layers to start the drafter's layers from, one each; random start
             when empty.
+        fit_start: fit the context projection and the attention's start to the features.
+        start_from: folder of a drafter of the same shape to start from; its block size may differ.
         documents: documents per step and process; anchors: blocks per document.
         max_tokens: longer documents are cut to so many tokens; 0 for no limit.
         validation: fraction of the documents kept for estimating tau.
@@ -44,6 +46,8 @@ class TrainSettings:
     target_layer_ids: tuple[int, ...] = ()
     mask_token_id: int = 16
     copy_layers: tuple[int, ...] = ()
+    fit_start: bool = True
+    start_from: str = ""
     documents: int = 6
     anchors: int = 40
     max_tokens: int = 0

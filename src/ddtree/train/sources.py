@@ -19,11 +19,15 @@ class SourceError(ValueError):
 
 
 class DocumentSource(Protocol):
-    """Documents by index; `identity` is the same on every run and every rank."""
+    """Documents by index, and their token ids without the cost of features."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Document: ...
+
+    def prompt(self, index: int) -> Tensor: ...
+
+    def response(self, index: int) -> Tensor: ...
 
 
 class OnlineSource:
@@ -46,6 +50,14 @@ class OnlineSource:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def prompt(self, index: int) -> Tensor:
+        """int64 [P]."""
+        return torch.tensor(self.records[index]["prompt_ids"])
+
+    def response(self, index: int) -> Tensor:
+        """int64 [T - P]."""
+        return torch.tensor(self.records[index]["response_ids"])
 
     @torch.no_grad()
     def __getitem__(self, index: int) -> Document:
@@ -88,18 +100,10 @@ def split_validation(source: DocumentSource, fraction: float) -> tuple[list[int]
     training: list[int] = []
     validation: list[int] = []
     for index in range(len(source)):
-        held_out = zlib.crc32(_prompt_bytes(source, index)) % 10_000 < fraction * 10_000
+        prompt = source.prompt(index).to(torch.int32).numpy().tobytes()
+        held_out = zlib.crc32(prompt) % 10_000 < fraction * 10_000
         (validation if held_out else training).append(index)
     return training, validation
-
-
-def _prompt_bytes(source: DocumentSource, index: int) -> bytes:
-    if isinstance(source, OnlineSource):
-        prompt = torch.tensor(source.records[index]["prompt_ids"])
-    else:
-        assert isinstance(source, FeatureStore)
-        prompt = source.prompt(index)
-    return prompt.to(torch.int32).numpy().tobytes()
 
 
 def read_responses(path: str | Path) -> list[dict]:

@@ -158,6 +158,12 @@ class FeatureStore:
         entry = self.entries[index]
         return self._read(entry, "tokens", entry.token_start, entry.prompt_length).long()
 
+    def response(self, index: int) -> torch.Tensor:
+        """int64 [T - P] response tokens of a document, without reading its features."""
+        entry = self.entries[index]
+        start = entry.token_start + entry.prompt_length
+        return self._read(entry, "tokens", start, entry.token_count - entry.prompt_length).long()
+
     def _read(self, entry: _Entry, name: str, start: int, count: int) -> torch.Tensor:
         if entry.shard not in self._open:
             self._open[entry.shard] = safe_open(entry.shard, "pt")

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,27 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from ddtree.drafter import DFlashConfig, DFlashDraftModel, config_for_target, save_drafter
+from ddtree.drafter import (
+    DFlashConfig,
+    DFlashDraftModel,
+    config_for_target,
+    load_weights,
+    save_drafter,
+)
 from ddtree.train.batch import Batch
 from ddtree.train.estimate import CHAIN, DocumentTau, block_embeddings, estimate_tau
 from ddtree.train.objective import LossResult, Vocabulary, block_loss, sample_vocabulary
 from ddtree.train.producer import BatchPlan, Producer
 from ddtree.train.settings import TrainSettings
 from ddtree.train.sources import DocumentSource, open_source, split_validation
-from ddtree.train.start import copy_target_layers
+from ddtree.train.start import copy_target_layers, start_from_statistics
 
 STATE_FILE = "state.pt"
 BAD_BATCH_FILE = "bad-batch.pt"
 # Responses read to find the most frequent tokens.
 _FREQUENCY_DOCUMENTS = 2000
+# Documents whose features the start is fitted to.
+_FIT_DOCUMENTS = 40
 
 
 class TrainingStopped(RuntimeError):
@@ -68,11 +76,13 @@ class Trainer:
     Args:
         settings: the run; target: the frozen transformers causal model.
         say: receives one line per event worth showing.
+        tick: called after every step with the step, the last step and seconds per step.
     """
 
     settings: TrainSettings
     target: Any
-    say: Any = print
+    say: Callable[[str], None] = print
+    tick: Callable[[int, int, float], None] | None = None
     step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -86,18 +96,31 @@ class Trainer:
         self.out = Path(s.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self.config = drafter_config(s, self.target)
-        model = DFlashDraftModel(self.config)
-        if s.copy_layers:
-            copy_target_layers(model, self.target, s.copy_layers)
         self.target.to(self.accelerator.device).eval().requires_grad_(False)
         self._embedding = self.target.get_input_embeddings()
         self._head = self.target.get_output_embeddings().weight
+        self._open_data()
+        model = DFlashDraftModel(self.config)
+        self._start(model)
         optimiser = torch.optim.AdamW(
-            decay_groups(model, s.weight_decay), lr=s.lr, betas=(0.9, s.beta2), fused=False
+            decay_groups(model, s.weight_decay), lr=s.lr, betas=(0.9, s.beta2), fused=True
         )
         self.model, self.optimiser = self.accelerator.prepare(model, optimiser)
-        self._open_data()
         self._resume()
+
+    def _start(self, model: DFlashDraftModel) -> None:
+        s = self.settings
+        if s.start_from:
+            load_weights(model, s.start_from)
+            return
+        if s.copy_layers:
+            copy_target_layers(model, self.target, s.copy_layers)
+        if s.fit_start:
+            documents = [self.source[i] for i in self.plan.indices[:_FIT_DOCUMENTS]]
+            # The first token of many models is an outlier a thousand times larger than the rest.
+            features = torch.cat([d.features[1:].cpu() for d in documents])
+            roots = torch.cat([d.tokens[d.prompt_length :] for d in documents])
+            start_from_statistics(model, features, self._embedding.weight.cpu(), roots)
 
     def _open_data(self) -> None:
         s = self.settings
@@ -137,6 +160,9 @@ class Trainer:
             while self.step < last:
                 window.values += self._train_step(batches).values
                 self.step += 1
+                if self.tick is not None:
+                    rate = (time.perf_counter() - began) / (self.step - first)
+                    self.tick(self.step, last, rate)
                 if self.step % s.log_every == 0:
                     self._report(window, began, first, last, producer.waited)
                     window = StepTotals.empty(s.block_size - 1, self.accelerator.device)
@@ -148,7 +174,7 @@ class Trainer:
             producer.close()
             self._log.close()
 
-    def _train_step(self, batches) -> StepTotals:
+    def _train_step(self, batches: Iterator[Batch]) -> StepTotals:
         s = self.settings
         set_lr(self.optimiser, learning_rate(s, self.step))
         totals = StepTotals.empty(s.block_size - 1, self.accelerator.device)
@@ -163,7 +189,6 @@ class Trainer:
         # Ranks average their gradients of sums; one division by the global weight makes the
         # step independent of how documents fall on ranks and micro-batches.
         scale = self.accelerator.num_processes / totals.values[1].clamp(min=1e-9)
-        scale = scale * self.accelerator.gradient_accumulation_steps
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad *= scale
@@ -331,8 +356,7 @@ def common_tokens(source: DocumentSource, indices: Sequence[int], count: int) ->
     """int64 most frequent response tokens, in ascending order."""
     frequency: Counter[int] = Counter()
     for index in indices[:_FREQUENCY_DOCUMENTS]:
-        document = source[index]
-        frequency.update(document.tokens[document.prompt_length :].tolist())
+        frequency.update(source.response(index).tolist())
     return torch.tensor(sorted(t for t, _ in frequency.most_common(count)), dtype=torch.long)
 
 
