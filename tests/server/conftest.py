@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import importlib.util
+import json
 import os
 import random
 import signal
@@ -18,26 +19,29 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from . import tiny
 
-MAX_ALIVE = 2
+MAX_ALIVE = 3
 START_SECONDS = 300
+# What the script `sglang` runs.
+_SGLANG_COMMAND = "from sglang.cli.main import main; main()"
 # One thread per process: two of these tests' servers share two cores, and OpenMP threads that spin
 # for each other are much slower than one.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip without SGLang, and run tests of one server next to each other."""
+    """Skip where SGLang is not installed."""
     if importlib.util.find_spec("sglang") is None:
         skip = pytest.mark.skip(
             reason="SGLang is not installed (pip install sglang-ddtree[sglang])"
@@ -64,7 +68,7 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1",
+        command = [sys.executable, "-c", _SGLANG_COMMAND, "serve", "--host", "127.0.0.1",
                    "--port", str(self.port), "--sleep-on-idle", *self.arguments]  # fmt: skip
         with self.log.open("wb") as log:
             # A session of its own, so that stopping it reaches every process it started.
@@ -83,22 +87,19 @@ class Server:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 pytest.fail(f"the server stopped at start:\n{self.tail()}")
-            try:
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"{self.url}/health", timeout=5),
+            ):
+                return
             time.sleep(0.5)
         pytest.fail(f"the server did not answer within {START_SECONDS} s:\n{self.tail()}")
 
     def stop(self) -> None:
         if self.process is None or self.process.poll() is not None:
             return
-        os.killpg(self.process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        # At once: on SIGTERM the server takes ten seconds to look for a crash.
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def tail(self, lines: int = 40) -> str:
@@ -110,9 +111,24 @@ class Server:
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         """One `/generate` call."""
-        response = httpx.post(f"{self.url}/generate", json=request, timeout=300)
-        assert response.status_code == 200, f"{response.text[:500]}\n{self.tail()}"
-        return response.json()
+        try:
+            return json.loads(self.post("/generate", request))
+        except urllib.error.HTTPError as error:
+            pytest.fail(f"{error}: {error.read()[:500]!r}\n{self.tail()}")
+
+    def post(self, path: str, payload: dict[str, Any] | None = None) -> bytes:
+        """Body of the answer to a JSON request."""
+        request = urllib.request.Request(
+            f"{self.url}{path}",
+            data=json.dumps(payload or {}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return answer.read()
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as answer:
+            return answer.read().decode()
 
     def generate_all(
         self, requests: Sequence[dict[str, Any]], *, at_once: int = 1, seed: int = 0
@@ -129,10 +145,7 @@ class Server:
 
     def flush(self) -> None:
         """Empty the radix cache."""
-        httpx.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
-
-    def info(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/get_server_info", timeout=60).json()
+        self.post("/flush_cache")
 
 
 class ServerPool:

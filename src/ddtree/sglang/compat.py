@@ -70,6 +70,7 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.mem_cache.memory_pool:KVWriteLoc": ("loc", "swa_loc"),
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.move_kv_cache": ("tgt_loc", "src_loc"),
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._init_kv_copy_and_warmup": (),
+    "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._move_kv_cache_impl": ("tgt_loc", "src_loc"),
     "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool.translate_loc_from_full_to_swa": (),
     "sglang.srt.model_executor.forward_batch_info:enable_num_token_non_padded": (),
     "sglang.srt.model_executor.forward_batch_info:CaptureHiddenMode": (),

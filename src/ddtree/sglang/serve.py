@@ -12,6 +12,8 @@ import typer
 
 # What a laptop serves comfortably; on an accelerator SGLang sizes itself.
 _CPU_ARGUMENTS = ("--max-total-tokens", "16384", "--max-running-requests", "8", "--sleep-on-idle")
+# What the script `sglang` runs; the script itself need not be on the path.
+_SGLANG_COMMAND = "from sglang.cli.main import main; main()"
 
 
 class Mode(StrEnum):
@@ -96,7 +98,7 @@ def serve(
     )
     typer.echo(_first_request(host, port))
     # Replace this process, so that signals and exit codes are the server's own.
-    command = [sys.executable, "-m", "sglang.launch_server", *arguments]
+    command = [sys.executable, "-c", _SGLANG_COMMAND, "serve", *arguments]
     os.execv(sys.executable, command)
 
 

@@ -16,7 +16,15 @@ class TorchMHATokenToKVPool(MHATokenToKVPool):
 
     def _init_kv_copy_and_warmup(self) -> None:
         self._kv_copy_config = None
-        self.use_native_move_kv_cache = True
+
+    def _move_kv_cache_impl(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        # An accepted path mostly lies where it belongs; a CPU tensor may be asked which does not.
+        moved = (tgt_loc != src_loc).nonzero().flatten()
+        if not len(moved):
+            return
+        targets, sources = tgt_loc[moved], src_loc[moved]
+        for buffer in (*self.k_buffer, *self.v_buffer):
+            buffer.index_copy_(0, targets, buffer.index_select(0, sources))
 
 
 def assign_req_to_token_pool(
