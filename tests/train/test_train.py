@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from toys import BLOCK, LAYERS, VOCAB, toy_config, toy_document, toy_model, toy_target
 
 from ddtree.drafter import Drafter, load_drafter
@@ -164,7 +165,9 @@ def test_a_non_finite_loss_stops_the_run_and_saves_the_batch(store, tmp_path):
 
 
 def test_dpace_and_bfloat16_run(store, tmp_path):
+    AcceleratorState._reset_state()  # one process, another precision
     shown = losses(train(settings(store, tmp_path, dpace_alpha=0.5, mixed_precision="bf16")))
+    AcceleratorState._reset_state()
     assert float(shown[12]) < float(shown[1])
 
 
