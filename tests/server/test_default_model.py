@@ -85,6 +85,50 @@ def test_stop_strings_end_inside_a_path(plain: Server, ddtree: Server, shared_da
         assert outcome(ours) == outcome(reference)
 
 
+def test_no_stop_before_min_new_tokens(plain: Server, ddtree: Server) -> None:
+    """Stop tokens are forbidden at exactly the nodes that would be too early."""
+    requests = [
+        {
+            "text": f"<|im_start|>user\nSay only the word {word}.<|im_end|>\n"
+            "<|im_start|>assistant\n",
+            "sampling_params": {"temperature": 0, "max_new_tokens": 60, "min_new_tokens": least},
+        }
+        for word in ("yes", "seven", "Paris")
+        for least in (9, 20)
+    ]
+    answers = ddtree.generate_all(requests, at_once=3)
+    for request, answer in zip(requests, answers, strict=True):
+        least = request["sampling_params"]["min_new_tokens"]
+        assert answer["meta_info"]["completion_tokens"] > least
+    assert [outcome(a) for a in answers] == [outcome(a) for a in plain.generate_all(requests)]
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"json_schema": json.dumps({"type": "object", "properties": {
+            "name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+            "required": ["name", "age"]})},
+        {"regex": "(red|green|blue)(, (red|green|blue)){3}"},
+        {"ebnf": 'root ::= "yes" | "no, " [a-z]+ "."'},
+    ],
+    ids=lambda grammar: next(iter(grammar)),
+)  # fmt: skip
+def test_grammars_constrain_every_node(
+    plain: Server, ddtree: Server, grammar: dict[str, str]
+) -> None:
+    requests = [
+        {
+            "text": f"<|im_start|>user\nTell me about {topic}.<|im_end|>\n<|im_start|>assistant\n",
+            "sampling_params": {"temperature": 0, "max_new_tokens": 48} | grammar,
+        }
+        for topic in ("a farmer", "the sky", "your favourite colours")
+    ]
+    wanted = [(a["text"], outcome(a)) for a in plain.generate_all(requests, at_once=3)]
+    answers = ddtree.generate_all(requests, at_once=3)
+    assert [(a["text"], outcome(a)) for a in answers] == wanted
+
+
 def test_the_openai_client(ddtree: Server, plain: Server) -> None:
     """Chat, completion and streaming: the same text, and the same counts, as the plain server."""
     openai = pytest.importorskip("openai")
