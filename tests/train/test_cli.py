@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from ddtree.drafter import load_drafter
 from ddtree.engine import generate
 from ddtree.train.cli import app, evaluate
-from ddtree.train.prompts import PromptError, read_prompts, user_opening
+from ddtree.train.prompts import PromptError, read_prompts, user_opening, write_instructions
 
 PREPARE = ("--target", "TARGET", "--out", "OUT")
 TEMPLATE = (
@@ -84,7 +84,7 @@ def test_prepare_train_resume_evaluate_and_generate(target_folder, prompts, tmp_
     done = call("eval", *asked, "--budgets", "8", "--json", record)
     assert done.exit_code == 0, done.output
     taus = json.loads(record.read_text())["tau"]
-    assert {t["category"] for t in taus} == {"all", "questions", "self", "writing"}
+    assert {t["category"] for t in taus} >= {"all", "questions", "writing"}
     assert {t["method"] for t in taus} == {"chain", "8"}
 
     target = toy_target()
@@ -177,6 +177,19 @@ def test_unreadable_prompts_are_named(line, message, tmp_path):
     path.write_text(line + "\n")
     with pytest.raises(PromptError, match=message):
         read_prompts(path)
+
+
+def test_the_target_writes_instructions_that_end(target_folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    ends = list(range(20, 53))
+    written = write_instructions(toy_target(), tokenizer, 200, eos_token_ids=ends, seed=1)
+    texts = [p.messages[0]["content"] for p in written]
+    assert len(texts) > 1
+    assert len(set(texts)) == len(texts)
+    again = write_instructions(toy_target(), tokenizer, 200, eos_token_ids=ends, seed=1)
+    assert [p.messages[0]["content"] for p in again] == texts
 
 
 def test_the_user_opening_ends_where_the_user_speaks(target_folder):
