@@ -26,17 +26,23 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.configs.hybrid_arch:mambaish_config": (),
     "sglang.srt.configs.model_config:ModelConfig.from_server_args": ("server_args",),
     "sglang.srt.layers.attention.base_attn_backend:AttentionBackend": (),
+    "sglang.srt.layers.linear:LinearBase": (),
     "sglang.srt.layers.logits_processor:LogitsProcessor.is_deferred_shard": (),
     "sglang.srt.layers.logits_processor:LogitsProcessor.finish_deferred_gather": (),
     "sglang.srt.layers.logprob_processor:compute_spec_logprobs": (
         "batch", "logits_output", "predict", "accept_index",
     ),
+    "sglang.srt.layers.quantization.unquant:UnquantizedEmbeddingMethod.apply": (
+        "layer", "x", "bias",
+    ),
+    "sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod.apply": ("layer", "x", "bias"),
     "sglang.srt.layers.sampler:Sampler._sample_from_probs": (
         "probs", "sampling_info", "positions", "simple_sampling_case",
     ),
     "sglang.srt.layers.sampler:apply_custom_logit_processor": (
         "logits", "sampling_batch_info", "num_tokens_in_batch",
     ),
+    "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding": (),
     "sglang.srt.lora.layers:unwrap_lora_layer": (),
     "sglang.srt.managers.overlap_utils:FutureMap": (
         "device", "spec_algo", "req_to_token_pool", "needs_cpu_seq_lens", "needs_confidence_relay",

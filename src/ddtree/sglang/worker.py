@@ -277,8 +277,8 @@ class DDTreeWorker(DFlashWorkerV2):
     def _head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's head on draft hidden states [rows, H], without its vocabulary padding."""
         head = unwrap_lora_layer(self.target_worker.model_runner.model.lm_head)
-        weight = head.weight
-        return torch.matmul(hidden.to(weight.dtype), weight[: self._vocab].T)
+        logits = head.quant_method.apply(head, hidden.to(head.weight.dtype))
+        return logits[:, : self._vocab]
 
     def _verify(
         self, batch: ScheduleBatch, window: Window, tree: DraftTree

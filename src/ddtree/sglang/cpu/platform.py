@@ -76,7 +76,10 @@ class DDTreeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         install_torch_operators()
 
     def post_load_model(self, model: Any) -> None:
-        """Adapt a DFlash draft model: no Triton rotary kernel, inputs in its own dtype."""
+        """Pack the weights; adapt a DFlash draft model: no Triton rotary kernel, its own dtype."""
+        from ddtree.sglang.cpu.packed import pack_model
+
+        pack_model(model)
         if type(model).__name__ != "DFlashDraftModel":
             return
         for layer in model.layers:
