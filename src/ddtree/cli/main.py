@@ -205,30 +205,35 @@ def model(
     typer.echo(default_target(_err, out))
 
 
+_ELSEWHERE: dict[str, Any] = {
+    "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True}
+}
+
+
 def _hand_over(module: str, name: str, context: typer.Context) -> None:
-    """Run a command line that lives elsewhere with this command's arguments."""
+    """Run a command or a group that lives elsewhere with this command's arguments."""
     found = getattr(import_module(module), name)
     if not isinstance(found, typer.Typer):
         command, found = found, typer.Typer()
-        found.command()(command)
+        found.command(**_ELSEWHERE)(command)
     run = typer.main.get_command(found)
     code = run.main(context.args, prog_name=context.command_path, standalone_mode=False)
     raise typer.Exit(code if isinstance(code, int) else 0)
 
 
-_ELSEWHERE: dict[str, Any] = {
-    "add_help_option": False,
-    "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
-}
-
-
-@app.command(**_ELSEWHERE)
+@app.command(add_help_option=False, **_ELSEWHERE)
 def train(context: typer.Context) -> None:
     """Prepare data for a drafter and train it."""
     _hand_over("ddtree.train.cli", "app", context)
 
 
-@app.command("eval", **_ELSEWHERE)
+@app.command("eval", add_help_option=False, **_ELSEWHERE)
 def evaluate(context: typer.Context) -> None:
     """Estimate a drafter's tau, chain and tree."""
     _hand_over("ddtree.train.cli", "evaluate", context)
+
+
+@app.command(add_help_option=False, **_ELSEWHERE)
+def serve(context: typer.Context) -> None:
+    """Serve a target with SGLang and DDTree."""
+    _hand_over("ddtree.sglang.serve", "serve", context)

@@ -179,8 +179,8 @@ def _label(node: Node) -> Text:
 def _footer(picture: Picture) -> Text:
     accepted = picture.last_accepted.depth
     return Text.assemble(
-        f"\nround {picture.number}: {accepted} drafted tokens accepted, "
-        f"{picture.committed} committed\n",
+        f"\nround {picture.number}: {accepted} of {picture.summary.nodes} drafted nodes accepted, "
+        f"{picture.committed} tokens committed\n",
         (str(picture.summary), "dim"),
     )
 

@@ -101,7 +101,8 @@ def _head(root: Element, picture: Picture, room: int) -> None:
     accepted = picture.last_accepted.depth
     drafted = picture.summary.nodes
     title = f"Round {picture.number}: {drafted} drafted nodes, {accepted} accepted, "
-    title += f"{picture.committed} tokens committed by one target forward"
+    tokens = "1 token" if picture.committed == 1 else f"{picture.committed} tokens"
+    title += f"{tokens} committed by one target forward"
     _text(root, _MARGIN, 36, title, size=15, weight="bold")
     lines = (("prompt", picture.prompt, False), ("so far", picture.before, True))
     for row, (name, text, keep_end) in enumerate(lines):

@@ -246,6 +246,7 @@ def _resolve(path_or_hub_id: str | Path) -> Path:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     files = [folder / WEIGHTS_FILE]
@@ -255,7 +256,12 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     absent = [f.name for f in files if not f.is_file()]
     if absent:
         raise DrafterError(f"{folder} lacks {', '.join(absent)}; download the checkpoint again")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    try:
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except SafetensorError as error:
+        raise DrafterError(
+            f"the weights in {folder} are damaged ({error}); download the checkpoint again"
+        ) from None
 
 
 def _fill(model: DFlashDraftModel, weights: Mapping[str, Tensor]) -> None:

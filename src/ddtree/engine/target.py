@@ -170,6 +170,7 @@ def load_target(
     Raises:
         EngineError: it cannot be loaded; the message carries the reason.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -177,7 +178,7 @@ def load_target(
         model = AutoModelForCausalLM.from_pretrained(
             path_or_hub_id, dtype=dtype or default_dtype(device), attn_implementation="sdpa"
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise EngineError(
             f"the target {path_or_hub_id} cannot be loaded ({reason}); name a folder or a hub id "
