@@ -87,6 +87,7 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
         "capture_hidden_mode", "num_token_non_padded", "global_num_token_non_padded_cpu",
         "can_run_decode_cuda_graph",
     ),
+    "sglang.srt.model_executor.model_runner:ModelRunner.prewarm_sampling": (),
     "sglang.srt.models.dflash:DFlashDraftModel.forward": (
         "input_ids", "positions", "forward_batch", "input_embeds",
     ),
@@ -110,6 +111,7 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
         "topk_p", "topk_index", "bonus_tokens", "new_seq_lens", "hidden_states",
     ),
     "sglang.srt.speculative.dflash_info_v2:DFlashDraftInputV2.prepare_for_decode": ("batch",),
+    "sglang.srt.speculative.dflash_utils:is_dense_head_weight": (),
     "sglang.srt.speculative.dflash_utils:resolve_dflash_verify_mask_policy": ("attn_backend",),
     _WORKER: (
         "server_args", "gpu_id", "nccl_port", "target_worker",
@@ -131,6 +133,7 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     f"{_WORKER}._validate_phase1_sampling_support": (),
     f"{_WORKER}.init_attention_backends": (),
     f"{_WORKER}.init_cuda_graphs": (),
+    f"{_WORKER}.prewarm_sampling": (),
     "sglang.srt.speculative.spec_info:SpeculativeAlgorithm.register": (
         "name", "supports_overlap", "spec_class",
     ),

@@ -29,8 +29,10 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     enable_num_token_non_padded,
 )
+from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
@@ -83,9 +85,16 @@ class DDTreeWorker(DFlashWorkerV2):
         # DFLASH knows one number; for everything that concerns the drafter it is the block size.
         with self._drafter_spec():
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        self.speculative_num_draft_tokens = self.width
         self.window = max(self.width, self.block_size)
         self.rounds = RoundLog(self.settings.log_rounds, self.device)
         self._vocab = int(self.model_runner.model_config.vocab_size)
+        self._head = unwrap_lora_layer(self.model_runner.model.lm_head)
+        if not is_dense_head_weight(getattr(self._head, "weight", None)):
+            raise ValueError(
+                "DDTREE drafts through the target's output head, and this target's is quantised; "
+                "serve a checkpoint whose lm_head is not."
+            )
         keep_embedding_dtype(self.draft_model)
         self._wants_flat_mask = True
         if get_parallel().tp_rank == 0:
@@ -120,6 +129,10 @@ class DDTreeWorker(DFlashWorkerV2):
         """Capture the drafter's graphs over blocks."""
         with self._drafter_spec():
             super().init_cuda_graphs()
+
+    def prewarm_sampling(self) -> SamplingPrewarmResult:
+        """The target's own rehearsal; DFLASH's chain buffers are not used here."""
+        return self.model_runner.prewarm_sampling()
 
     def _maybe_build_draft_sampler(self) -> None:
         """A tree needs the block's distributions, so no greedy head is folded into the graph."""
