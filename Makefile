@@ -1,0 +1,32 @@
+# make demo   watch DDTree work on a real model
+# make test   lint, types, tests
+# make serve  an OpenAI-compatible server with DDTree on http://127.0.0.1:30000
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test serve clean
+
+demo: $(VENV)/.has-engine
+	$(BIN)/ddtree demo
+
+test: $(VENV)/.has-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+serve: $(VENV)/.has-sglang
+	$(BIN)/ddtree serve
+
+clean:
+	rm -rf $(VENV)
+
+# One stamp for each extra; made anew when pyproject.toml changes.
+$(VENV)/.has-%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
