@@ -1,0 +1,90 @@
+"""The list of upstream names, the environment settings and the arguments of `ddtree serve`."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from ddtree.sglang.settings import Settings
+
+
+def test_the_installed_release_has_every_name_the_plugin_touches() -> None:
+    pytest.importorskip("sglang")
+    from ddtree.sglang.compat import check_installed_release
+
+    check_installed_release()
+
+
+def test_a_moved_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sglang")
+    from ddtree.sglang import compat
+
+    moved = {
+        "sglang.srt.runtime_context:get_spec_that_moved": (),
+        "sglang.srt.speculative.spec_utils:draft_tp_context": ("layout", "another"),
+    }
+    monkeypatch.setattr(compat, "TOUCHPOINTS", moved)
+    with pytest.raises(compat.IncompatibleRelease) as failure:
+        compat.check_installed_release()
+    message = str(failure.value)
+    assert "get_spec_that_moved is missing" in message
+    assert "draft_tp_context has no 'another'" in message
+    assert "0.5.23" in message
+
+
+def test_every_import_of_upstream_names_is_on_the_list() -> None:
+    """Names imported from SGLang at the top of the worker's modules, apart from plain types."""
+    pytest.importorskip("sglang")
+    from ddtree.sglang import compat
+
+    listed = {name.partition(":")[2].partition(".")[0] for name in compat.TOUCHPOINTS}
+    package = Path(compat.__file__).parent
+    imported = set()
+    for module in ("worker", "choose", "verify", "penalties"):
+        text = (package / f"{module}.py").read_text(encoding="utf-8")
+        for names in re.findall(r"^from sglang\S* import (?:\(([^)]*)\)|(.*))$", text, re.M):
+            imported |= {name.strip() for name in "".join(names).split(",") if name.strip()}
+    types = {
+        *("LogitsProcessorOutput", "ScheduleBatch", "Req", "ServerArgs", "TpModelWorker"),
+        *("SamplingPrewarmResult", "SpeculativeAlgorithm"),
+    }
+    assert imported - types <= listed
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("DDTREE_CHAIN_SEED", "maybe"), ("DDTREE_LOG_ROUNDS", "-3")]
+)
+def test_a_wrong_setting_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        Settings.from_environment({name: value})
+
+
+def test_settings() -> None:
+    assert Settings.from_environment({}) == Settings(chain_seed=False, log_rounds=0)
+    chosen = Settings.from_environment({"DDTREE_CHAIN_SEED": "1", "DDTREE_LOG_ROUNDS": "50"})
+    assert chosen == Settings(chain_seed=True, log_rounds=50)
+
+
+def test_serve_fills_in_sglangs_flags() -> None:
+    pytest.importorskip("typer")
+    from ddtree.sglang.serve import Mode, launch_arguments
+
+    arguments = launch_arguments(
+        target="T",
+        drafter="D",
+        mode=Mode.DDTREE,
+        budget=16,
+        block_size=8,
+        host="127.0.0.1",
+        port=30000,
+        dtype="auto",
+        extra=["--page-size", "16"],
+    )
+    pairs = dict(itertools.pairwise(arguments))
+    assert pairs["--speculative-algorithm"] == "DDTREE"
+    assert pairs["--speculative-num-draft-tokens"] == "17"
+    assert pairs["--speculative-dflash-block-size"] == "8"
+    assert arguments[-2:] == ["--page-size", "16"]
