@@ -41,9 +41,10 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
         return _apply(layer, x, bias)
 
 
-def pack_model(model: torch.nn.Module) -> None:
+def pack_model(model: Any) -> None:
     """Pack every unquantised linear layer and the output head of a loaded model, in place."""
     head = getattr(model, "lm_head", None)
+    packed = []
     for layer in model.modules():
         method: Any
         if isinstance(layer, LinearBase):
@@ -55,3 +56,18 @@ def pack_model(model: torch.nn.Module) -> None:
         if type(layer.quant_method) is plain and can_pack(layer.weight):
             layer.quant_method = method()
             layer.packed_version = -1
+            packed.append(layer)
+    _repack_after_loading(model, packed)
+
+
+def _repack_after_loading(model: Any, layers: list[Any]) -> None:
+    """SGLang's weight loaders write through `.data`, which leaves a weight's version as it was."""
+    load_weights = model.load_weights
+
+    def load_and_repack(*args: Any, **kwargs: Any) -> Any:
+        loaded = load_weights(*args, **kwargs)
+        for layer in layers:
+            layer.packed_version = -1
+        return loaded
+
+    model.load_weights = load_and_repack
