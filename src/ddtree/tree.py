@@ -23,7 +23,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
 from math import inf
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -262,6 +265,8 @@ def _vocabulary_pass(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         float32 [R, V / _CHUNK], [R, 1], [R, 1].
     """
     count, vocab = rows.shape
+    if kernels := _triton_kernels(rows.device):
+        return kernels.vocabulary_pass(rows, _CHUNK)
     if rows.device.type != "cpu":
         chunk_max = rows.view(count, -1, _CHUNK).amax(-1).float()
         row_max = chunk_max.amax(-1, keepdim=True)
@@ -284,6 +289,14 @@ def _vocabulary_pass(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         torch.sum(scaled.unflatten(1, (_CHUNK, -1)), dim=-1, out=partial_sums)
     log_sum = sums.sum(-1, keepdim=True).clamp_(min=1).log_()
     return chunk_max, chunk_max.amax(-1, keepdim=True), log_sum
+
+
+@lru_cache
+def _triton_kernels(device: torch.device) -> ModuleType | None:
+    """The module of Triton kernels where it can serve the device."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    return import_module("ddtree.tree_cuda")
 
 
 def _keys(costs: Tensor, index: Tensor) -> Tensor:
@@ -311,33 +324,39 @@ class _Plan:
     token_index: Tensor  # int64 [pairs - 1], level * k + token rank
     pairs: Tensor  # int64 [pairs], 0, 1, 2, ...
     table: Tensor  # int64 [pairs, 3]: depth, 1 + token index (0 for the root), the parent's place
-    chain: Tensor  # int64 [levels], the place of each level's best prefix, the argmax chain
+    spans: Tensor  # int64 [levels, 4]: first pair, pairs, first place, places
+
+    @property
+    def places(self) -> int:
+        return 1 + sum(self.keep)
+
+    @property
+    def chain(self) -> Tensor:
+        """int64 [levels]: the place of each level's best prefix, the argmax chain."""
+        return self.spans[:, 2]
 
 
 @lru_cache(maxsize=64)
 def _plan(budget: int, k: int, levels: int, device: torch.device) -> _Plan:
-    sizes, keep, parent_halves, chain = [1], [], [], []
-    table = [(0, 0, 0)]
+    table, spans, parent_halves = [(0, 0, 0)], [], []
     first_parent, parents = 0, 1
     for level in range(levels):
         ranks = [(i, j) for i in range(parents) for j in range(min(k, _children(i, level, budget)))]
-        sizes.append(len(ranks))
+        # The prefix of rank r has r before it on its level and one ancestor on each level above.
+        keep = min(len(ranks), budget - level)
+        spans.append((len(table), len(ranks), first_parent + parents, keep))
         table += [(level + 1, 1 + level * k + j, first_parent + i) for i, j in ranks]
         parent_halves.append(torch.tensor([2 * i + 1 for i, _ in ranks], device=device))
-        first_parent += parents
-        chain.append(first_parent)
-        # The prefix of rank r has r before it on its level and one ancestor on each level above.
-        parents = min(len(ranks), budget - level)
-        keep.append(parents)
+        first_parent, parents = first_parent + parents, keep
     columns = torch.tensor(table, device=device)
     return _Plan(
-        sizes=tuple(sizes),
-        keep=tuple(keep),
+        sizes=(1, *(span[1] for span in spans)),
+        keep=tuple(span[3] for span in spans),
         parent_halves=tuple(parent_halves),
         token_index=columns[1:, 1] - 1,
         pairs=torch.arange(len(table), device=device),
         table=columns,
-        chain=torch.tensor(chain, device=device),
+        spans=torch.tensor(spans, device=device),
     )
 
 
@@ -350,6 +369,10 @@ def _children(parent_rank: int, level: int, budget: int) -> int:
 
 def _search_levels(costs: Tensor, plan: _Plan) -> Tensor:
     """Keys (cost, pair) of every place, int64 [B, places], from sorted costs [B, levels, k]."""
+    if kernels := _triton_kernels(costs.device):
+        return kernels.search_levels(
+            costs.contiguous(), plan.table, plan.spans, max(plan.sizes), plan.places
+        )
     keys = plan.pairs.expand(len(costs), -1).clone()
     token_costs = costs.flatten(1).index_select(1, plan.token_index).split(plan.sizes[1:], 1)
     best, *levels = keys.split(plan.sizes, 1)  # the root, of cost 0, and views to be filled
@@ -366,7 +389,7 @@ def _search_levels(costs: Tensor, plan: _Plan) -> Tensor:
 def _assemble(
     costs: Tensor, tokens: Tensor, root_tokens: Tensor, budget: int, chain_seed: bool
 ) -> DraftTree:
-    """Best-first tree from sorted per-position costs and tokens, both [B, levels, k]."""
+    """Best-first tree from sorted costs and tokens, both [B, levels, k], levels <= budget."""
     _, levels, k = costs.shape
     plan = _plan(budget, k, levels, costs.device)
     place_keys = _search_levels(costs, plan)
@@ -400,7 +423,7 @@ def _trees(
     depths, choices, parent_places = (
         plan.table.index_select(0, pairs).view(*keys.shape, 3).unbind(2)
     )
-    node_of_place = places.new_empty(len(keys), 1 + sum(plan.keep))
+    node_of_place = places.new_empty(len(keys), plan.places)
     node_of_place.scatter_(1, places, plan.pairs[:width].expand_as(places))
     parents = node_of_place.gather(1, parent_places)
     parents[:, 0] = -1
