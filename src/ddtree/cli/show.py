@@ -158,9 +158,9 @@ def draw(picture: Picture) -> Group:
 
 
 def _title(picture: Picture) -> Text:
-    asked = shorten(picture.prompt, 76, keep_end=False)
+    asked = shorten(picture.prompt, 70, keep_end=False)
     return Text.assemble(
-        ("prompt  ", "dim"), asked, "\n", ("so far  ", "dim"), shorten(picture.before, 76), "\n"
+        ("prompt  ", "dim"), asked, "\n", ("so far  ", "dim"), shorten(picture.before, 70), "\n"
     )
 
 

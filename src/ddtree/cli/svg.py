@@ -37,7 +37,7 @@ def svg(picture: Picture) -> str:
     boxes = _place(picture)
     width = max(760.0, max(box.right for box in boxes.values()) + _MARGIN)
     bottom = max(box.y for box in boxes.values()) + _ROW
-    height = bottom + 66
+    height = bottom + 80
     root = Element(
         "svg", xmlns="http://www.w3.org/2000/svg", width=f"{width:.0f}", height=f"{height:.0f}",
         viewBox=f"0 0 {width:.0f} {height:.0f}", role="img",
@@ -181,9 +181,13 @@ def _legend(root: Element, picture: Picture, y: float) -> None:
         _rectangle(root, _Box(x, y, 14), fill, line, height=14)
         _text(root, x + 20, y + 4, name, size=11, fill=_GREY)
         x += 20 + len(name) * _SMALL + 24
-    meaning = "number: the drafter's probability of the token; thickness: of the whole path; "
-    meaning += f"expected length {picture.summary.expected_length:.2f}"
-    _text(root, _MARGIN, y + 26, meaning, size=11, fill=_GREY)
+    lines = (
+        "number: the drafter's probability of the token; thickness: of the whole path",
+        "under a depth: its nodes and the drafter's probability that one of them is right; "
+        f"expected length {picture.summary.expected_length:.2f}",
+    )
+    for row, line in enumerate(lines):
+        _text(root, _MARGIN, y + 26 + 17 * row, line, size=11, fill=_GREY)
 
 
 def _rectangle(parent: Element, box: _Box, fill: str, line: str, height: int = _BOX) -> Element:
