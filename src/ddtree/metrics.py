@@ -1,4 +1,4 @@
-"""What a person wants to know about speculative decoding: lengths, times, and a tree at a glance."""
+"""What a person asks of speculative decoding: lengths, times, and a tree at a glance."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -73,7 +74,7 @@ def depth_acceptance(accept_lengths: Sequence[int]) -> list[float]:
         sum(length > depth for length in accept_lengths)
         for depth in range(max(accept_lengths, default=0))
     ]
-    return [deep / shallow for shallow, deep in zip(reached, reached[1:], strict=False)]
+    return [deep / shallow for shallow, deep in pairwise(reached)]
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("transformers")
 
 import torch
-from scipy.stats import chisquare, chi2_contingency
+from scipy.stats import chi2_contingency, chisquare
 
 from ddtree.accept import SamplingRule, accept_path, choose_tokens
 from ddtree.drafter import random_drafter
@@ -159,10 +160,8 @@ def test_a_verified_tree_samples_two_tokens_from_the_exact_distribution(small, n
     draws = 200_000
     generator = torch.Generator().manual_seed(7)
     chosen = choose_tokens(logits.expand(draws, -1, -1), rule, generator)
-    from dataclasses import replace
-
-    wide = replace(tree, **{f: getattr(tree, f).expand(draws, -1)
-                            for f in ("tokens", "parents", "depths", "scores", "valid")})  # fmt: skip
+    fields = ("tokens", "parents", "depths", "scores", "valid")
+    wide = replace(tree, **{name: getattr(tree, name).expand(draws, -1) for name in fields})
     walked = accept_path(wide, chosen)
     one = chosen[:, 0]
     # Where the first token was in the tree its node chose the second; else the next round does.

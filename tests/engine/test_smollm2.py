@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from conftest import read_jsonl
 
+from conftest import read_jsonl
 from ddtree.drafter import load_drafter, random_drafter
 from ddtree.drafter.shipped import shipped_drafter
 from ddtree.engine import generate, load_target

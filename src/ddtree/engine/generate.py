@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ddtree import metrics
 from ddtree.accept import SamplingRule, accept_path, choose_tokens
-from ddtree.drafter import ContextCache, Drafter
+from ddtree.drafter import Drafter
 from ddtree.engine.target import EngineError, Target, check_target
 from ddtree.tree import DraftTree, build_chain, build_tree
 
@@ -203,10 +203,11 @@ def decode(
     target_model: nn.Module, drafter: Drafter | None, request: Request, clock: metrics.StageClock
 ) -> Iterator[Round]:
     """The prefill and then one `Round` at a time, until the request is finished."""
-    prompt_length = request.input_ids.shape[1]
-    capacity = prompt_length + request.max_new_tokens + request.budget
-    speculative = request.budget > 0 and drafter is not None
-    target = Target(target_model, capacity, drafter.target_layer_ids if speculative else ())
+    capacity = request.input_ids.shape[1] + request.max_new_tokens + request.budget
+    draft = None
+    if request.budget > 0 and drafter is not None:
+        draft = _DraftSide(drafter, capacity)
+    target = Target(target_model, capacity, draft.drafter.target_layer_ids if draft else ())
     generator = None
     if request.seed is not None:
         generator = torch.Generator(target.device).manual_seed(request.seed)
@@ -214,17 +215,17 @@ def decode(
     with clock.stage("prefill"):
         out = target.prefill(request.input_ids)
         root = choose_tokens(out.logits[:, -1], request.rule, generator)
-        context = None
-        if speculative:
-            context = drafter.new_cache(1, capacity)
-            _extend(drafter, context, out.features)
+        if draft:
+            draft.extend(out.features)
         first = int(root)
     yield Round([first])
     remaining = request.max_new_tokens - 1
     done = first in request.eos_token_ids
 
     while remaining > 0 and not done:
-        tree = _draft_tree(drafter, context, root, request, remaining, clock)
+        # A path of depth d commits d + 1 tokens, so deeper nodes than this could not be used.
+        depth = remaining - 1
+        tree = draft.tree(root, depth, request, clock) if draft and depth else _root_tree(root)
         with clock.stage("verify"):
             out = target.verify(tree)
         with clock.stage("accept"):
@@ -235,41 +236,46 @@ def decode(
             tokens = chosen[0, path].tolist()
         with clock.stage("commit"):
             target.commit(path)
-            if context is not None:
-                nodes = torch.tensor(path, device=target.device)
-                _extend(drafter, context, out.features[:, nodes])
+            if draft:
+                draft.extend(out.features, path)
         root = acceptance.next_tokens
         tokens, done = _cut(tokens, remaining, request.eos_token_ids)
         remaining -= len(tokens)
         yield Round(tokens, tree, tuple(path))
 
 
-def _draft_tree(
-    drafter: Drafter | None,
-    context: ContextCache | None,
-    root: Tensor,
-    request: Request,
-    remaining: int,
-    clock: metrics.StageClock,
-) -> DraftTree:
-    """Draft and build one round's tree; the root alone when there is nothing to gain."""
-    # A path of depth d commits d + 1 tokens, so deeper nodes than this could not be used.
-    depth = remaining - 1
-    if context is None or drafter is None or depth == 0:
-        return build_tree(torch.zeros(1, 0, 1, device=root.device), root, 0)
-    with clock.stage("draft"):
-        position = torch.tensor([context.length], device=root.device)
-        logits = drafter.draft_logits(context, root, position)[:, :depth]
-    with clock.stage("build"):
-        if request.mode == "dflash":
-            return build_chain(logits[:, : request.budget], root)
-        return build_tree(logits, root, request.budget, chain_seed=request.chain_seed)
+class _DraftSide:
+    """The drafter and its context of one request."""
+
+    def __init__(self, drafter: Drafter, capacity: int) -> None:
+        self.drafter = drafter
+        self._context = drafter.new_cache(1, capacity)
+
+    def extend(self, features: Tensor | None, path: list[int] | None = None) -> None:
+        """Commit the features [1, n, K * H] of a forward, or of the nodes on a path of it."""
+        assert features is not None, "the target was not asked for features"
+        if path is not None:
+            features = features[:, torch.tensor(path, device=features.device)]
+        start, count = self._context.length, features.shape[1]
+        positions = torch.arange(start, start + count, device=features.device)
+        self.drafter.extend_context(self._context, features, positions[None])
+
+    def tree(
+        self, root: Tensor, depth: int, request: Request, clock: metrics.StageClock
+    ) -> DraftTree:
+        """Draft and build one round's tree, at most `depth` deep."""
+        with clock.stage("draft"):
+            position = torch.tensor([self._context.length], device=root.device)
+            logits = self.drafter.draft_logits(self._context, root, position)[:, :depth]
+        with clock.stage("build"):
+            if request.mode == "dflash":
+                return build_chain(logits[:, : request.budget], root)
+            return build_tree(logits, root, request.budget, chain_seed=request.chain_seed)
 
 
-def _extend(drafter: Drafter, context: ContextCache, features: Tensor) -> None:
-    start, count = context.length, features.shape[1]
-    positions = torch.arange(start, start + count, device=features.device)
-    drafter.extend_context(context, features, positions[None])
+def _root_tree(root: Tensor) -> DraftTree:
+    """The tree of plain decoding."""
+    return build_tree(torch.zeros(1, 0, 1, device=root.device), root, 0)
 
 
 def _cut(tokens: list[int], remaining: int, eos: frozenset[int]) -> tuple[list[int], bool]:
