@@ -16,13 +16,15 @@ _ROWS = 32
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this torch build can pack such a weight: float32 or bfloat16 on a CPU."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16)
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )
+    """Whether torch can pack such a weight here.
+
+    float32 on any CPU that oneDNN serves, bfloat16 where the CPU multiplies it.
+    """
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32
 
 
 def pack_weight(weight: Tensor) -> Tensor:

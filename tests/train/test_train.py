@@ -132,10 +132,14 @@ def test_two_processes_take_the_same_steps_as_one(store, tmp_path):
     full = {"steps": 4, "common_tokens": 0, "sampled_tokens": 0}
     wanted = train(settings(store, tmp_path / "alone", accumulate=2, **full))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command += [str(WORKER), str(store), str(tmp_path / "two"), json.dumps(full)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert losses(done.stdout.splitlines()) == losses(wanted)
+    shown = {}
+    for stop in (2, 4):  # the second call resumes
+        options = json.dumps({**full, "stop_step": stop})
+        arguments = [str(WORKER), str(store), str(tmp_path / "two"), options]
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        shown |= losses(done.stdout.splitlines())
+    assert shown == losses(wanted)
     weights = [
         torch.load(tmp_path / name / "state.pt", weights_only=True)["model"]
         for name in ("alone", "two")
@@ -280,7 +284,9 @@ def test_wrong_settings_are_named(store, tmp_path, change, message):
 
 def test_layers_copied_from_the_target_are_its_layers(store, tmp_path):
     trainer = Trainer(
-        settings(store, tmp_path, copy_layers=[1, 3]), toy_target(), say=lambda _: None
+        settings(store, tmp_path, copy_layers=[1, 3], fit_start=False),
+        toy_target(),
+        say=lambda _: None,
     )
     theirs = toy_target().model.layers[3]
     ours = trainer.model.layers[1]

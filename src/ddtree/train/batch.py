@@ -7,8 +7,8 @@ its own document alone (`ddtree.drafter.model`), and labels beyond a document's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,16 +38,20 @@ class Batch:
     labels: Tensor
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
-        """Move to a device; features are cast to `dtype`."""
-        theirs = self.context
-        context = PackedContext(
-            theirs.features.to(device, dtype, non_blocking=True),
-            theirs.lengths,
-            theirs.anchors.to(device, non_blocking=True),
-            theirs.blocks,
+        """Move to a device; features are cast to `dtype` there."""
+        moved = self._map(lambda t: t.to(device, non_blocking=True))
+        return replace(
+            moved, context=replace(moved.context, features=moved.context.features.to(dtype))
         )
-        roots = self.roots.to(device, non_blocking=True)
-        return Batch(context, roots, self.labels.to(device, non_blocking=True))
+
+    def pin(self) -> Batch:
+        """Copy to page-locked memory, from which a GPU reads while the host goes on."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        theirs = self.context
+        context = replace(theirs, features=change(theirs.features), anchors=change(theirs.anchors))
+        return Batch(context, change(self.roots), change(self.labels))
 
 
 def valid_anchors(document: Document) -> Tensor:

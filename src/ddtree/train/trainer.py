@@ -152,7 +152,7 @@ class Trainer:
         s = self.settings
         last = min(s.steps, s.stop_step or s.steps)
         first = self.step
-        producer = Producer(self.plan.batch, first * s.accumulate, last * s.accumulate)
+        producer = Producer(self._make, first * s.accumulate, last * s.accumulate)
         batches = iter(producer)
         began, self._log = time.perf_counter(), self._tensorboard()
         window = StepTotals.empty(s.block_size - 1, self.accelerator.device)
@@ -173,6 +173,10 @@ class Trainer:
         finally:
             producer.close()
             self._log.close()
+
+    def _make(self, index: int) -> Batch:
+        batch = self.plan.batch(index)
+        return batch.pin() if self.accelerator.device.type == "cuda" else batch
 
     def _train_step(self, batches: Iterator[Batch]) -> StepTotals:
         s = self.settings
@@ -299,7 +303,7 @@ class Trainer:
         path = self.out / STATE_FILE
         if not path.exists():
             return
-        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         self._raw().load_state_dict(state["model"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.step = state["step"]
