@@ -100,10 +100,12 @@ def test_a_drafter_learns_resumes_and_loads(store, tmp_path):
         assert drafter.block_size == BLOCK
 
 
-def test_resuming_gives_the_same_losses_as_never_stopping(store, tmp_path):
-    whole = losses(train(settings(store, tmp_path / "whole")))
-    first = losses(train(settings(store, tmp_path / "parts", stop_step=5)))
-    lines = train(settings(store, tmp_path / "parts"))
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_resuming_gives_the_same_losses_as_never_stopping(store, tmp_path, optimiser):
+    choice = {"optimiser": optimiser}
+    whole = losses(train(settings(store, tmp_path / "whole", **choice)))
+    first = losses(train(settings(store, tmp_path / "parts", stop_step=5, **choice)))
+    lines = train(settings(store, tmp_path / "parts", **choice))
     assert any("resuming at step 5" in line for line in lines)
     assert {**first, **losses(lines)} == whole
 

@@ -35,6 +35,7 @@ class TrainSettings:
         decay: exp(-(k - 1) / decay) weighs depth k; dpace_alpha replaces it when set.
         common_tokens, sampled_tokens: most frequent and random vocabulary rows in the training
             softmax, besides the labels; full softmax when both are 0.
+        optimiser: "adamw", or "muon" for the layers' matrices with AdamW for the rest.
         stop_step: end the run early, as if it were killed politely; 0 for never.
     """
 
@@ -56,6 +57,7 @@ class TrainSettings:
     dpace_alpha: float | None = None
     common_tokens: int = 2048
     sampled_tokens: int = 1024
+    optimiser: str = "adamw"
     steps: int = 1000
     stop_step: int = 0
     lr: float = 1e-3
@@ -79,6 +81,8 @@ class TrainSettings:
         for name in positive:
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.optimiser not in ("adamw", "muon"):
+            raise SettingsError(f"optimiser is {self.optimiser}; it must be adamw or muon")
         if not 0 <= self.validation < 1:
             raise SettingsError(f"validation is {self.validation}; it is a fraction below 1")
         if self.copy_layers and len(self.copy_layers) != self.num_layers:

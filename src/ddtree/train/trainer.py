@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddtree.drafter import (
     DFlashConfig,
@@ -27,6 +26,7 @@ from ddtree.drafter import (
 from ddtree.train.batch import Batch
 from ddtree.train.estimate import CHAIN, DocumentTau, block_embeddings, estimate_tau
 from ddtree.train.objective import LossResult, Vocabulary, block_loss, sample_vocabulary
+from ddtree.train.optimise import build_optimisers, learning_rate, set_lr
 from ddtree.train.producer import BatchPlan, Producer
 from ddtree.train.settings import TrainSettings
 from ddtree.train.sources import DocumentSource, open_source, split_validation
@@ -102,10 +102,7 @@ class Trainer:
         self._open_data()
         model = DFlashDraftModel(self.config)
         self._start(model)
-        optimiser = torch.optim.AdamW(
-            decay_groups(model, s.weight_decay), lr=s.lr, betas=(0.9, s.beta2), fused=True
-        )
-        self.model, self.optimiser = self.accelerator.prepare(model, optimiser)
+        self.model, *self.optimisers = self.accelerator.prepare(model, *build_optimisers(model, s))
         self._resume()
 
     def _start(self, model: DFlashDraftModel) -> None:
@@ -180,9 +177,9 @@ class Trainer:
 
     def _train_step(self, batches: Iterator[Batch]) -> StepTotals:
         s = self.settings
-        set_lr(self.optimiser, learning_rate(s, self.step))
+        set_lr(self.optimisers, learning_rate(s, self.step))
         totals = StepTotals.empty(s.block_size - 1, self.accelerator.device)
-        self.optimiser.zero_grad()
+        self.model.zero_grad()
         for micro in range(s.accumulate):
             batch = next(batches)
             result = self._loss(batch, self.step * s.accumulate + micro)
@@ -197,7 +194,8 @@ class Trainer:
             if parameter.grad is not None:
                 parameter.grad *= scale
         self.gradient_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), s.clip)
-        self.optimiser.step()
+        for optimiser in self.optimisers:
+            optimiser.step()
         return totals
 
     def _loss(self, batch: Batch, index: int) -> LossResult:
@@ -242,7 +240,7 @@ class Trainer:
             return
         scalars = {
             "loss": window.loss,
-            "lr": self.optimiser.param_groups[0]["lr"],
+            "lr": self.optimisers[0].param_groups[0]["lr"],
             "gradient_norm": float(self.gradient_norm),
             "seconds_per_step": rate,
             "waiting_share": waited / elapsed,
@@ -291,7 +289,7 @@ class Trainer:
         state = {
             "step": self.step,
             "model": self._raw().state_dict(),
-            "optimiser": self.optimiser.state_dict(),
+            "optimisers": [o.state_dict() for o in self.optimisers],
             "settings": self.settings.to_dict(),
         }
         partial = self.out / (STATE_FILE + ".partial")
@@ -305,7 +303,8 @@ class Trainer:
             return
         state = torch.load(path, map_location="cpu", weights_only=True)
         self._raw().load_state_dict(state["model"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
         self.step = state["step"]
         self.say(f"resuming at step {self.step} from {path}")
 
@@ -328,32 +327,6 @@ def drafter_config(settings: TrainSettings, target: Any) -> DFlashConfig:
     if settings.target_layer_ids:
         choices["target_layer_ids"] = settings.target_layer_ids
     return config_for_target(target, **choices)
-
-
-def learning_rate(settings: TrainSettings, step: int) -> float:
-    """Linear warm-up, then cosine to `final_lr` times the peak."""
-    warm = max(1, round(settings.warmup * settings.steps))
-    if step < warm:
-        return settings.lr * (step + 1) / warm
-    progress = (step - warm) / max(1, settings.steps - warm)
-    floor = settings.final_lr
-    return settings.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1, progress))))
-
-
-def set_lr(optimiser, lr: float) -> None:
-    """Set every group's learning rate."""
-    for group in optimiser.param_groups:
-        group["lr"] = lr
-
-
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay for matrices, none for norms and biases."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    return [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
 
 
 def common_tokens(source: DocumentSource, indices: Sequence[int], count: int) -> Tensor:
