@@ -129,7 +129,7 @@ def study(logits: Tensor, budget: int, seconds: float) -> dict:
     """One record: medians in milliseconds and ratios of the parts and of the whole."""
     batch, _, vocab = logits.shape
     roots, rows = torch.zeros(batch, dtype=torch.int64), logits.view(-1, vocab)
-    costs, tokens = dd.top_tokens(logits, budget)
+    top = dd.top_tokens(logits, budget)
     host = heap_top(logits, budget)
     ours = build_tree(logits, roots, budget)
     for search in (heap_search, lean_search):
@@ -147,7 +147,7 @@ def study(logits: Tensor, budget: int, seconds: float) -> dict:
             "limit": lambda: logits.amax(-1),
             "build_top": lambda: dd.top_tokens(logits, budget),
             "build_pass": lambda: dd._vocabulary_pass(rows),
-            "build_rest": lambda: dd._assemble(costs, tokens, roots, budget, False),
+            "build_rest": lambda: dd.tree_of_tokens(top, roots, budget),
             "heap_topk": lambda: logits.topk(budget, dim=-1),
             "heap_logsumexp": lambda: logits.logsumexp(-1),
             "heap_rest": lambda: heap_after_top(heap_search, host, roots, budget),

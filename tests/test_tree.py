@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import ddtree.tree as dd
 from ddtree.tree import DraftTree, TreeError, build_tree
 from oracles import Prefix, all_prefixes, heap_prefixes, log_probabilities
 
@@ -385,3 +386,29 @@ def test_check_names_a_depth_beyond_the_bound_and_a_wrong_field() -> None:
         replace(tree, depths=tree.depths[:, :4]).check()
     with pytest.raises(TreeError, match=r"tokens have shape \[5\]"):
         replace(tree, tokens=tree.tokens[0]).check()
+
+
+@pytest.mark.parametrize(("vocab", "shards", "budget"), [(24, 2, 20), (1000, 3, 40), (97, 4, 300)])
+def test_vocabulary_shards_merge_to_the_tree_of_the_whole(
+    vocab: int, shards: int, budget: int
+) -> None:
+    """Tensor-parallel ranks hold equal shards of the vocabulary, the last one padded."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(3, 5, vocab, generator=generator) * 3
+    logits[0, 2, 1] = float("nan")
+    roots = torch.arange(3)
+    size = -(-vocab // shards)
+    padded = torch.nn.functional.pad(logits, (0, size * shards - vocab), value=-inf)
+    parts = [dd.top_tokens(part, min(budget, size)) for part in padded.split(size, dim=2)]
+    held = dd.TopTokens(
+        torch.stack([p.costs for p in parts]),
+        torch.stack([p.tokens + i * size for i, p in enumerate(parts)]),
+        torch.stack([p.totals for p in parts]),
+    )
+    top = dd.merge_top_tokens(held, min(budget, vocab))
+    merged = dd.tree_of_tokens(top, roots, budget)
+    whole = build_tree(logits, roots, budget)
+    merged.check()
+    for field in ("tokens", "parents", "depths", "valid"):
+        assert torch.equal(getattr(merged, field), getattr(whole, field)), field
+    torch.testing.assert_close(merged.scores, whole.scores)

@@ -91,10 +91,10 @@ def test_trees(
     from ddtree import tree_cuda
 
     logits, roots = logits_of(kind, (2, 3, vocab)), torch.arange(2)
-    costs, tokens = dd.top_tokens(logits, min(budget, vocab))
-    expected = dd._assemble(costs, tokens, roots, budget, chain_seed)
+    top = dd.top_tokens(logits, min(budget, vocab))
+    expected = dd.tree_of_tokens(top, roots, budget, chain_seed=chain_seed)
     monkeypatch.setattr(dd, "_triton_kernels", lambda device: tree_cuda)
-    searched = dd._assemble(costs, tokens, roots, budget, chain_seed)
+    searched = dd.tree_of_tokens(top, roots, budget, chain_seed=chain_seed)
     assert all(torch.equal(getattr(searched, f), getattr(expected, f)) for f in FIELDS)
     assert torch.equal(searched.scores, expected.scores)
     built = build_tree(logits, roots, budget, chain_seed=chain_seed)

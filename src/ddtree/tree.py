@@ -183,8 +183,8 @@ def build_tree(
     levels = min(horizon, budget)
     if levels == 0 or batch == 0:
         return _root_only(root_tokens, budget)
-    costs, tokens = top_tokens(draft_logits[:, :levels], min(budget, vocab))
-    return _assemble(costs, tokens, root_tokens, budget, chain_seed)
+    top = top_tokens(draft_logits[:, :levels], min(budget, vocab))
+    return tree_of_tokens(top, root_tokens, budget, chain_seed=chain_seed)
 
 
 def _check_input(draft_logits: Tensor, root_tokens: Tensor, budget: int) -> None:
@@ -221,16 +221,28 @@ def _root_only(root_tokens: Tensor, budget: int) -> DraftTree:
     )
 
 
-def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, eq=False)
+class TopTokens:
+    """The most probable tokens of every position, all that a tree needs of the logits.
+
+    Attributes:
+        costs: float32 [B, L, k], negative log-probabilities in ascending order; +inf for tokens
+            that do not exist and for whole positions that hold NaN or +inf.
+        tokens: int64 [B, L, k]; equal costs in ascending order of id, the argmax first.
+        totals: float32 [B, L], log of the sum of exp(logit) over the vocabulary.
+    """
+
+    costs: Tensor
+    tokens: Tensor
+    totals: Tensor
+
+
+def top_tokens(logits: Tensor, k: int) -> TopTokens:
     """The k most probable tokens per position, in one pass over the vocabulary.
 
     Args:
         logits: float [B, L, V].
         k: 1 to V.
-    Returns:
-        costs: float32 [B, L, k], negative log-probabilities in ascending order; +inf for tokens
-            that do not exist and for whole positions that hold NaN or +inf.
-        tokens: int64 [B, L, k]; equal costs in ascending order of id, the argmax first.
     """
     batch, levels, vocab = logits.shape
     rows = logits.reshape(-1, vocab).contiguous()
@@ -255,7 +267,29 @@ def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     # The clamp only matters for positions that hold NaN, which are thrown away here.
     tokens = (best & _LOW_HALF).clamp_(max=vocab - 1)
     costs = torch.where(costs.isfinite(), costs, inf)
-    return costs.view(batch, levels, k), tokens.view(batch, levels, k)
+    return TopTokens(
+        costs.view(batch, levels, k),
+        tokens.view(batch, levels, k),
+        (row_max + log_sum).view(batch, levels),
+    )
+
+
+def merge_top_tokens(shards: TopTokens, k: int) -> TopTokens:
+    """The top tokens of a vocabulary from those of its shards (tensor parallelism).
+
+    Args:
+        shards: fields with one more dimension in front, the shard; tokens have their ids in the
+            whole vocabulary.
+        k: at most the number of tokens of all shards together.
+    """
+    costs, tokens, totals = shards.costs, shards.tokens, shards.totals
+    whole = totals.logsumexp(0)
+    # A shard's cost is measured from its own total. Rounding must not make a cost negative.
+    costs = (costs + (whole - totals)[..., None]).clamp_(min=0) + 0.0
+    costs = torch.where(costs.isfinite(), costs, inf)
+    keys = _keys(costs, tokens).movedim(0, -2).flatten(-2)
+    best = keys.topk(k, largest=False).values
+    return TopTokens(_cost_half(best), best & _LOW_HALF, whole)
 
 
 def _vocabulary_pass(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -386,13 +420,18 @@ def _search_levels(costs: Tensor, plan: _Plan) -> Tensor:
     return torch.cat(places, dim=1)
 
 
-def _assemble(
-    costs: Tensor, tokens: Tensor, root_tokens: Tensor, budget: int, chain_seed: bool
+def tree_of_tokens(
+    top: TopTokens, root_tokens: Tensor, budget: int, *, chain_seed: bool = False
 ) -> DraftTree:
-    """Best-first tree from sorted costs and tokens, both [B, levels, k], levels <= budget."""
-    _, levels, k = costs.shape
-    plan = _plan(budget, k, levels, costs.device)
-    place_keys = _search_levels(costs, plan)
+    """`build_tree` after its pass over the vocabulary.
+
+    Args:
+        top: of 1 to `budget` levels, with min(budget, vocabulary) tokens each.
+        root_tokens, budget, chain_seed: as for `build_tree`; the budget is at least 1.
+    """
+    _, levels, k = top.costs.shape
+    plan = _plan(budget, k, levels, top.costs.device)
+    place_keys = _search_levels(top.costs, plan)
     width = min(budget + 1, place_keys.shape[1])
     if chain_seed:
         chosen = _with_chain(place_keys, plan.chain, width)
@@ -401,7 +440,7 @@ def _assemble(
     else:
         keys, places = place_keys.topk(width, largest=False)
 
-    return _trees(keys, places, plan, tokens, root_tokens, budget)
+    return _trees(keys, places, plan, top.tokens, root_tokens, budget)
 
 
 def _with_chain(place_keys: Tensor, chain: Tensor, width: int) -> Tensor:
@@ -457,5 +496,4 @@ def build_chain(draft_logits: Tensor, root_tokens: Tensor) -> DraftTree:
     _check_input(draft_logits, root_tokens, levels)
     if levels == 0:
         return _root_only(root_tokens, 0)
-    costs, tokens = top_tokens(draft_logits, 1)
-    return _assemble(costs, tokens, root_tokens, levels, chain_seed=False)
+    return tree_of_tokens(top_tokens(draft_logits, 1), root_tokens, levels)

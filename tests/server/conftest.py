@@ -57,6 +57,7 @@ class Server:
 
     arguments: tuple[str, ...]
     log: Path
+    environment: dict[str, str] = field(default_factory=dict)
     port: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
@@ -76,7 +77,7 @@ class Server:
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | ENVIRONMENT | self.environment,
                 start_new_session=True,
             )
         self._await_health()
@@ -153,25 +154,27 @@ class ServerPool:
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
-        self._running: OrderedDict[tuple[str, ...], Server] = OrderedDict()
+        self._running: OrderedDict[tuple[Any, ...], Server] = OrderedDict()
         self._started = 0
 
-    def get(self, *arguments: str) -> Server:
-        server = self._running.get(arguments)
+    def get(self, *arguments: str, environment: dict[str, str] | None = None) -> Server:
+        environment = environment or {}
+        key = (arguments, *sorted(environment.items()))
+        server = self._running.get(key)
         if server is not None and server.alive():
-            self._running.move_to_end(arguments)
+            self._running.move_to_end(key)
             return server
-        self._running.pop(arguments, None)
+        self._running.pop(key, None)
         while len(self._running) >= MAX_ALIVE:
             self._running.popitem(last=False)[1].stop()
         self._started += 1
-        server = Server(arguments, self._logs / f"server-{self._started}.log")
+        server = Server(arguments, self._logs / f"server-{self._started}.log", environment)
         try:
             server.start()
         except BaseException:
             server.stop()
             raise
-        self._running[arguments] = server
+        self._running[key] = server
         return server
 
     def stop_all(self) -> None:

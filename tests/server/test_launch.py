@@ -90,7 +90,6 @@ def test_widths_and_backends_follow_from_the_drafter(
         (("--speculative-dflash-block-size", "9"), "trained for blocks of 8"),
         (("--attention-backend", "torch_native"), "cannot verify a tree"),
         (("--pp-size", "2"), "pipeline parallelism"),
-        (("--tp-size", "2"), "--tp-size is 2"),
         (("--speculative-draft-window-size", "512"), "draft window"),
     ],
 )

@@ -70,10 +70,6 @@ def _refuse_unsupported(args: Any) -> None:
     for feature, asked in refusals.items():
         if asked:
             raise ValueError(f"DDTREE does not support {feature}; leave it out.")
-    if args.tp_size != 1:
-        raise ValueError(
-            f"DDTREE runs on one device so far, and --tp-size is {args.tp_size}; set it to 1."
-        )
     if args.speculative_draft_model_path is None:
         raise ValueError(
             "DDTREE needs a DFlash drafter; name one with --speculative-draft-model-path."

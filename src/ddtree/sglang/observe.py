@@ -1,4 +1,4 @@
-"""Stage times and tree summaries in the server's log, behind `DDTREE_LOG_ROUNDS`."""
+"""Stage times and trees in the server's log, behind `DDTREE_LOG_ROUNDS`."""
 
 from __future__ import annotations
 
@@ -42,11 +42,13 @@ class RoundLog:
             if total
         )
         logger.info(
-            "DDTREE rounds %d to %d, batch %d: %s; tree: %s",
+            "DDTREE rounds %d to %d, batch %d: %s; tree: %s; tokens %s, parents %s",
             self._rounds - self._period + 1,
             self._rounds,
             len(tree.tokens),
             times,
             debug_summary(tree),
+            tree.tokens[0].tolist(),
+            tree.parents[0].tolist(),
         )
         self._clock = StageClock(self._device)

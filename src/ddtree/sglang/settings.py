@@ -15,8 +15,9 @@ class Settings:
 
     Attributes:
         chain_seed: `DDTREE_CHAIN_SEED`, keep the drafter's argmax chain in every tree.
-        log_rounds: `DDTREE_LOG_ROUNDS`, log the mean time of each stage of a round and the summary
-            of one tree every so many rounds; 0 is off. Reading a tree synchronises the device.
+        log_rounds: `DDTREE_LOG_ROUNDS`, log the mean time of each stage of a round and one tree,
+            summary, tokens and parents, every so many rounds; 0 is off. Reading a tree synchronises
+            the device.
     """
 
     chain_seed: bool = False

@@ -32,7 +32,6 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
@@ -48,8 +47,9 @@ from ddtree.sglang.draft_model import keep_embedding_dtype
 from ddtree.sglang.observe import RoundLog
 from ddtree.sglang.penalties import PathPenalties
 from ddtree.sglang.settings import Settings
+from ddtree.sglang.shard import VocabularyShard
 from ddtree.sglang.verify import DDTreeDraftInput, DDTreeVerifyInput, flat_tree_mask
-from ddtree.tree import DraftTree, build_tree
+from ddtree.tree import DraftTree, tree_of_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +89,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self.window = max(self.width, self.block_size)
         self.rounds = RoundLog(self.settings.log_rounds, self.device)
         self._vocab = int(self.model_runner.model_config.vocab_size)
-        self._head = unwrap_lora_layer(self.model_runner.model.lm_head)
-        if not is_dense_head_weight(getattr(self._head, "weight", None)):
-            raise ValueError(
-                "DDTREE drafts through the target's output head, and this target's is quantised; "
-                "serve a checkpoint whose lm_head is not."
-            )
+        self.vocabulary = VocabularyShard(self.model_runner.model.lm_head, self._vocab)
         keep_embedding_dtype(self.draft_model)
         self._wants_flat_mask = True
         if get_parallel().tp_rank == 0:
@@ -185,8 +180,11 @@ class DDTreeWorker(DFlashWorkerV2):
             window = self._open_window(batch)
             draft_logits = self._draft(batch, window, root_tokens)
         with stage("build"):
-            tree = build_tree(
-                draft_logits, root_tokens, self.width - 1, chain_seed=self.settings.chain_seed
+            tree = tree_of_tokens(
+                self.vocabulary.top_tokens(draft_logits, self.width - 1),
+                root_tokens,
+                self.width - 1,
+                chain_seed=self.settings.chain_seed,
             )
         # Its copy to the host overlaps the target's forward.
         grammars = grammar_tree(tree) if batch.has_grammar else None
@@ -235,7 +233,11 @@ class DDTreeWorker(DFlashWorkerV2):
     def _draft(
         self, batch: ScheduleBatch, window: Window, root_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """One pass of the drafter over ``[root, mask, ..., mask]``: logits [B, block - 1, V]."""
+        """One pass of the drafter over ``[root, mask, ..., mask]``.
+
+        Returns:
+            Logits [B, block - 1, V'] of this rank's part of the vocabulary.
+        """
         blocks = root_tokens.new_full((len(root_tokens), self.block_size), self._mask_token_id)
         blocks[:, 0] = root_tokens
         with (
@@ -246,7 +248,8 @@ class DDTreeWorker(DFlashWorkerV2):
             forward_batch = self._draft_batch(batch, window, blocks)
             output = self.draft_model_runner.forward(forward_batch).logits_output
         hidden = output.hidden_states.view(*blocks.shape, -1)
-        return self._head_logits(hidden[:, 1:].flatten(0, 1)).view(len(blocks), -1, self._vocab)
+        logits = self.vocabulary.head_logits(hidden[:, 1:].flatten(0, 1))
+        return logits.view(len(blocks), self.block_size - 1, -1)
 
     def _draft_batch(
         self, batch: ScheduleBatch, window: Window, blocks: torch.Tensor
@@ -286,12 +289,6 @@ class DDTreeWorker(DFlashWorkerV2):
             cols=slice(0, self.block_size),
         )
         return forward_batch
-
-    def _head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's head on draft hidden states [rows, H], without its vocabulary padding."""
-        head = unwrap_lora_layer(self.target_worker.model_runner.model.lm_head)
-        logits = head.quant_method.apply(head, hidden.to(head.weight.dtype))
-        return logits[:, : self._vocab]
 
     def _verify(
         self, batch: ScheduleBatch, window: Window, tree: DraftTree
