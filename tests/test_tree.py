@@ -388,16 +388,18 @@ def test_check_names_a_depth_beyond_the_bound_and_a_wrong_field() -> None:
         replace(tree, tokens=tree.tokens[0]).check()
 
 
-@pytest.mark.parametrize(("vocab", "shards", "budget"), [(24, 2, 20), (1000, 3, 40), (97, 4, 300)])
+@pytest.mark.parametrize(
+    ("vocab", "shards", "size", "budget"),
+    [(24, 2, 12, 20), (1000, 3, 334, 40), (97, 4, 25, 300), (24, 2, 32, 9), (40, 3, 32, 9)],
+)
 def test_vocabulary_shards_merge_to_the_tree_of_the_whole(
-    vocab: int, shards: int, budget: int
+    vocab: int, shards: int, size: int, budget: int
 ) -> None:
-    """Tensor-parallel ranks hold equal shards of the vocabulary, the last one padded."""
+    """Tensor-parallel ranks hold equal shards of a padded vocabulary; some hold padding alone."""
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(3, 5, vocab, generator=generator) * 3
     logits[0, 2, 1] = float("nan")
     roots = torch.arange(3)
-    size = -(-vocab // shards)
     padded = torch.nn.functional.pad(logits, (0, size * shards - vocab), value=-inf)
     parts = [dd.top_tokens(part, min(budget, size)) for part in padded.split(size, dim=2)]
     held = dd.TopTokens(

@@ -39,7 +39,6 @@ _CHUNK = 32
 # Elements per block of the CPU vocabulary pass: stays in cache, and long enough that the cost of
 # starting an operation does not show.
 _SCRATCH = 1 << 19
-_LOG2_E = 1.4426950408889634
 _LOW_HALF = 0xFFFFFFFF
 
 
@@ -267,11 +266,9 @@ def top_tokens(logits: Tensor, k: int) -> TopTokens:
     # The clamp only matters for positions that hold NaN, which are thrown away here.
     tokens = (best & _LOW_HALF).clamp_(max=vocab - 1)
     costs = torch.where(costs.isfinite(), costs, inf)
-    return TopTokens(
-        costs.view(batch, levels, k),
-        tokens.view(batch, levels, k),
-        (row_max + log_sum).view(batch, levels),
-    )
+    totals = torch.where(row_max == -inf, -inf, row_max + log_sum)  # a row without tokens sums to 0
+    shape = (batch, levels, k)
+    return TopTokens(costs.view(shape), tokens.view(shape), totals.view(batch, levels))
 
 
 def merge_top_tokens(shards: TopTokens, k: int) -> TopTokens:
@@ -317,9 +314,8 @@ def _vocabulary_pass(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for block, maxima, partial_sums in zip(*blocks, strict=True):
         block, scaled = block.float(), scratch[: len(block)]
         torch.amax(block.unflatten(1, (-1, _CHUNK)), dim=-1, out=maxima)
-        offset = maxima.amax(-1, keepdim=True).mul_(-_LOG2_E)
-        torch.add(offset, block, alpha=_LOG2_E, out=scaled)
-        torch.exp2(scaled, out=scaled)
+        torch.sub(block, maxima.amax(-1, keepdim=True), out=scaled)
+        torch.exp(scaled, out=scaled)
         torch.sum(scaled.unflatten(1, (_CHUNK, -1)), dim=-1, out=partial_sums)
     log_sum = sums.sum(-1, keepdim=True).clamp_(min=1).log_()
     return chunk_max, chunk_max.amax(-1, keepdim=True), log_sum

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,23 @@ def test_the_openai_client(ddtree: Server, plain: Server) -> None:
         for client in clients
     ]
     assert texts[0].choices[0].text == texts[1].choices[0].text
+
+
+def test_the_curl_lines_of_the_readme(ddtree: Server) -> None:
+    """Each runs as it stands, but for the port."""
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    (curl http.*?(?:\\\n.*?)*)$", readme, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        here = command.replace("http://127.0.0.1:30000", ddtree.url)
+        answer = subprocess.run(["sh", "-c", here], capture_output=True, text=True, check=True)
+        body = json.loads(answer.stdout)
+        if "meta_info" in body:
+            assert body["text"]
+            assert body["meta_info"]["spec_accept_length"] >= 1
+        else:
+            choice = body["choices"][0]
+            assert choice.get("text") or choice["message"]["content"]
 
 
 def test_accept_lengths_are_reported(ddtree: Server, shared_data: Path) -> None:

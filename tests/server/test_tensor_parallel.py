@@ -6,18 +6,28 @@ import pytest
 
 from .conftest import ServerPool, TinyModels, outcome, tiny_requests
 
+pytestmark = pytest.mark.timeout(900)
 # SGLang gives every CPU rank a NUMA node unless told which cores to use. Decisions are not
 # broadcast from rank 0 either: ranks that disagreed would write different K/V and answer nonsense.
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_SPEC_TP_SYNC": "off"}
 
 
-@pytest.mark.parametrize("width", [9, 33])
-def test_two_ranks_build_the_same_trees_and_answer_like_one_plain_device(
-    servers: ServerPool, tiny_models: TinyModels, plain_answers, width: int
+def test_two_ranks_draft_and_answer_like_one(
+    servers: ServerPool, tiny_models: TinyModels, plain_answers
 ) -> None:
-    server = servers.get(*tiny_models.ddtree(width, "--tp-size", "2"), environment=TWO_RANKS)
-    answers = server.generate_all(tiny_requests(40), at_once=8)
+    """The plain server's tokens, in as many rounds as one rank takes.
+
+    The vocabulary fits the first rank's rows of the head, so the second holds padding alone.
+    """
+    requests = tiny_requests(40)
+    alone = servers.get(*tiny_models.ddtree(33)).generate_all(requests)
+    server = servers.get(*tiny_models.ddtree(33, "--tp-size", "2"), environment=TWO_RANKS)
+    answers = server.generate_all(requests)
     assert [outcome(a) for a in answers] == plain_answers["greedy"]
-    rounds = sum(a["meta_info"].get("spec_verify_ct", 0) for a in answers)
-    tokens = sum(a["meta_info"]["completion_tokens"] for a in answers)
-    assert tokens > 1.3 * rounds, "the trees are hardly ever accepted"
+    assert [_rounds(a) for a in answers] == [_rounds(a) for a in alone]
+    at_once = server.generate_all(requests, at_once=8)
+    assert [outcome(a) for a in at_once] == plain_answers["greedy"]
+
+
+def _rounds(answer: dict) -> int:
+    return answer["meta_info"].get("spec_verify_ct", 0)  # absent where prefill was the end
