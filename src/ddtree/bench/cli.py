@@ -47,7 +47,12 @@ class Thinking(StrEnum):
     BOTH = "both"
 
 
-_THINKING: dict[str, list[bool | None]] = {"default": [None], "on": [True], "off": [False], "both": [False, True]}
+_THINKING: dict[str, list[bool | None]] = {
+    "default": [None],
+    "on": [True],
+    "off": [False],
+    "both": [False, True],
+}
 
 
 class Gate(StrEnum):

@@ -70,6 +70,9 @@ def measure(
     with ExitStack() as stack:
         for backend in backends:
             stack.callback(backend.close)
+            if keep:  # now, so that no start disturbs a measured visit
+                tick(done, total, f"starting {backend.contender.label}")
+                backend.open()
         for cell in cells:
             results = [Result(backend.contender.label, cell) for backend in backends]
             warm: set[int] = set()

@@ -132,7 +132,7 @@ def stored_line(result: Result) -> dict[str, Any]:
         "kind": "cell",
         "contender": result.contender,
         "cell": asdict(result.cell),
-        "visits": [[len(v.answers), v.tokens, round(v.seconds, 4)] for v in result.visits],
+        "visits": [[len(v.answers), v.tokens, round(v.seconds, 6)] for v in result.visits],
         "first_ms": [round(a.first_seconds * 1e3, 1) for a in answers],
         "token_ms": [
             None if (t := a.token_seconds) is None else round(t * 1e3, 2) for a in answers
