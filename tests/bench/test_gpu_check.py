@@ -63,7 +63,8 @@ def test_a_step_that_fails_is_recorded_and_the_next_one_runs(monkeypatch):
 
 
 def test_regret_above_the_limit_fails(monkeypatch, tiny_pair):
-    monkeypatch.setattr("ddtree.bench.gpu_check._regret", lambda *arguments: 2.0)
+    regrets = iter([0.1, 0.1, 2.0, 0.1])
+    monkeypatch.setattr("ddtree.bench.gpu_check._regret", lambda *arguments: next(regrets))
     check = Check("cpu", str(tiny_pair.target), "random", 500, 0.0)
     record = run_steps(check, ["reference_engine"])
     assert record["reference_engine"]["state"] == "failed"

@@ -34,7 +34,7 @@ def test_the_engine_is_measured_and_reported(tiny_pair, tmp_path):
     result = bench(
         *("run", "--engine", "reference", "--prompts", tiny_pair.prompts, "--limit", 3),
         *("--target", tiny_pair.target, "--drafter", tiny_pair.drafter, "--dtype", "float32"),
-        *("--budgets", "9,60", "--temperature", "0,1", "-n", 24, "--ignore-eos"),
+        *("--budgets", "9,60", "--temperature", "0,1", "-n", 16, "--ignore-eos"),
         *("--out", out, "--report", page),
     )
     assert result.exit_code == 0, result.output
@@ -47,9 +47,9 @@ def test_the_engine_is_measured_and_reported(tiny_pair, tmp_path):
         assert rows[0].cell.greedy is greedy
         assert [row.verdict.passed for row in rows] == [None, True, True, True]
         for row in rows:
-            assert [tokens for _, tokens, _ in row.visits] == [24, 24, 24]
+            assert [tokens for _, tokens, _ in row.visits] == [16, 16, 16]
             # Every token but the prefill's is committed by a round.
-            assert sum(n * rounds for n, rounds in row.histogram.items()) == 3 * 23
+            assert sum(n * rounds for n, rounds in row.histogram.items()) == 3 * 15
             assert row.ledger["verify"] > 0
             assert ("draft" in row.ledger) == (row.contender != "ar")
         taus = [row.tau for row in rows]

@@ -45,7 +45,7 @@ def versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return found | {"torch": torch.__version__}  # with the build, unlike the distribution's
 
 
 def hardware() -> dict[str, Any]:
