@@ -21,6 +21,8 @@ from typing import Any
 from ddtree.bench.plan import BenchError
 from ddtree.bench.results import COLUMNS, Run, read_run, summarise
 
+# A category of fewer prompts says nothing.
+_FEWEST_PROMPTS = 5
 _MARKED = re.compile(r"(<!-- stored: ([^>]+?) -->)(.*?)(<!-- /stored -->)", re.DOTALL)
 
 
@@ -117,6 +119,8 @@ def _drafter_eval(file: Path) -> str:
         rows = []
         for category in dict.fromkeys(one["category"] for one in record["tau"]):
             found = {o["method"]: o for o in record["tau"] if o["category"] == category}
+            if found[methods[0]]["documents"] < _FEWEST_PROMPTS:
+                continue
             shown = [_interval(found[m]) for m in methods]
             rows.append([category, str(found[methods[0]]["documents"]), *shown])
         caption = f"{record['prompts']}, {record['max_new_tokens']} tokens, {record['dtype']}"
