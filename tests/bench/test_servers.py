@@ -91,9 +91,8 @@ def test_started_servers_are_measured(started, plain_tokens, prompts, concurrenc
     assert tree.verdict.passed is True
     assert plain.histogram == {1: (LENGTH - 1) * len(prompts)}
     committed = sum(n * rounds for n, rounds in tree.histogram.items())
-    # The server counts a last round that is cut off as a whole.
-    assert committed >= (LENGTH - 1) * len(prompts)
-    assert len(tree.histogram) > 1, "no node was ever accepted"
+    # The server counts a last round that is cut off as a whole, at most a block of 6.
+    assert 0 <= committed - (LENGTH - 1) * len(prompts) < 6 * len(prompts)
     assert plain.ledger.rounds == 0
 
 

@@ -172,10 +172,10 @@ def _side_by_side(file: Path, part: str) -> str:
             for name, o in record["decoding"].items()
         ]  # fmt: skip
         return markdown_table(head, rows)
-    head = ["budget", *(f"{name}, ms" for name in record["builders"]), "same trees"]
+    head = ["budget", *(f"{name}, ms" for name in record["builders"]), "equally probable trees"]
     rows = [
         [budget, *(f"{times[budget]:.2f}" for times in record["builders"].values()),
-         record["same_trees"][budget]]
+         record["equally_good"][budget]]
         for budget in next(iter(record["builders"].values()))
     ]  # fmt: skip
     return markdown_table(head, rows)
