@@ -24,6 +24,7 @@ from ddtree.sglang.serve import Mode, launch_arguments
 from ddtree.train.prompts import Prompt
 
 _START_SECONDS = 900
+_STOP_SECONDS = 60
 # What the script `sglang` runs; the script itself need not be on the path.
 _SGLANG_COMMAND = "from sglang.cli.main import main; main()"
 LOG_ROUNDS = 16
@@ -208,8 +209,13 @@ class StartedServer:
         if self._process is None or self._process.poll() is not None:
             return
         # At once: on SIGTERM the server takes ten seconds to look for a crash.
-        os.killpg(self._process.pid, signal.SIGKILL)
+        group = self._process.pid
+        os.killpg(group, signal.SIGKILL)
         self._process.wait()
+        # The next server may need the memory that its children still hold.
+        deadline = time.monotonic() + _STOP_SECONDS
+        while group in live_groups() and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def flush(self) -> None:
         self._connected().flush()
@@ -234,6 +240,18 @@ class StartedServer:
 
     def describe(self) -> dict[str, Any]:
         return described(self._info)
+
+
+def live_groups() -> set[int]:
+    """Process groups with a member that has not ended (Linux)."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # What follows the command's closing parenthesis: state, parent, group.
+            state, _, group = file.read_text().rpartition(")")[2].split()[:3]
+            if state not in "ZX":
+                found.add(int(group))
+    return found
 
 
 def read_ledger(log: str) -> Ledger:
