@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
-import subprocess
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("httpx")
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 
+import psutil
 import torch
 
 from ddtree.bench.client import OpenAIClient, ask, chat_ids
@@ -67,12 +69,14 @@ def plain_tokens(tiny_pair, prompts):
 
 
 def members(group: int) -> list[str]:
-    """Processes of a group that have not ended, by `ps`."""
-    listed = subprocess.run(
-        ["ps", "-e", "-o", "pgid=,stat=,args="], capture_output=True, text=True, check=True
-    ).stdout
-    rows = (line.split(None, 2) for line in listed.splitlines())
-    return [args for pgid, state, args in rows if int(pgid) == group and state[0] not in "ZX"]
+    """Names of the processes of a group that have not ended."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            if os.getpgid(process.pid) == group and not ended:
+                found.append(process.name())
+    return found
 
 
 class Lasting:
