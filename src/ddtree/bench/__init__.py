@@ -1,0 +1,1 @@
+"""Benchmarks: contenders measured in turn on the same prompts, their records, tables and report."""

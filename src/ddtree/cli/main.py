@@ -237,3 +237,9 @@ def evaluate(context: typer.Context) -> None:
 def serve(context: typer.Context) -> None:
     """Serve a target with SGLang and DDTree."""
     _hand_over("ddtree.sglang.serve", "serve", context)
+
+
+@app.command(add_help_option=False, **_ELSEWHERE)
+def bench(context: typer.Context) -> None:
+    """Measure ways to decode against each other."""
+    _hand_over("ddtree.bench.cli", "app", context)
