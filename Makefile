@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test serve clean
 
-demo: $(VENV)/.has-engine
+demo: $(VENV)/.has-sglang
 	$(BIN)/ddtree demo
 
 test: $(VENV)/.has-peers

@@ -249,20 +249,16 @@ def test_demo_runs_every_mode_and_says_that_the_drafter_is_untrained(tiny_target
 
 
 def test_demo_says_nothing_of_training_where_a_drafter_is_named(models):
-    result = run("demo", *models, "-n", 4)
+    result = run("demo", *models, "-n", 4, "--no-servers")
     assert result.exit_code == 0, result.output
     assert "untrained" not in result.output
 
 
-def test_the_verdict_names_the_token_where_outputs_part(tiny_target, models):
-    class Finished:
-        def __init__(self, mode: str, tokens: list[int]) -> None:
-            self.settings, self.tokens = Settings(mode, 4), tokens
-
-    runs = [Finished("ar", [1, 2, 3]), Finished("dflash", [1, 2, 3]), Finished("ddtree", [1, 9, 3])]
-    assert "ddtree at token 2" in verdict(runs, "bfloat16").plain
-    assert "dflash" not in verdict(runs, "bfloat16").plain
-    assert "fault" in verdict(runs, "float32").plain
+def test_the_verdict_names_the_token_where_outputs_part():
+    outputs = {"ar": [1, 2, 3], "dflash": [1, 2, 3], "ddtree": [1, 9, 3]}
+    assert "ddtree at token 2" in verdict(outputs, "bfloat16").plain
+    assert "dflash" not in verdict(outputs, "bfloat16").plain
+    assert "fault" in verdict(outputs, "float32").plain
 
 
 def test_streamed_text_is_the_decoded_text_whole_characters_only(tiny_target):

@@ -105,13 +105,13 @@ def closing(runs: list[Run]) -> Table:
     return table
 
 
-def verdict(runs: list[Run], dtype: str) -> Text:
-    """Whether the outputs agree, and if not, where they part and what that means."""
-    reference = runs[0].tokens
+def verdict(outputs: dict[str, list[int]], dtype: str) -> Text:
+    """Whether the outputs agree with ``ar``'s, and if not, where they part and what that means."""
+    reference = outputs["ar"]
     parted = {
-        run.settings.mode: _first_difference(reference, run.tokens)
-        for run in runs[1:]
-        if run.tokens != reference
+        mode: _first_difference(reference, tokens)
+        for mode, tokens in outputs.items()
+        if tokens != reference
     }
     if not parted:
         return Text("All three outputs agree token for token.", style="green")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from rich.console import Console
 
 import ddtree
 from ddtree.cli.errors import OneLineErrors
-from ddtree.cli.pair import UNTRAINED, default_target, open_pair, read_prompt
+from ddtree.cli.pair import UNTRAINED, Pair, default_target, open_pair, read_prompt
 
 DEMO_PROMPT = (
     "A farmer has 12 hens. Each hen lays 5 eggs a week, and eggs are sold by the dozen for "
@@ -101,9 +102,12 @@ def demo(
     budget: BudgetOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    servers: Annotated[
+        bool, typer.Option(help="Ask SGLang servers too, where SGLang is installed.")
+    ] = True,
     json_file: JsonOption = None,
 ) -> None:
-    """Watch one prompt decoded three ways: plain, chain, tree."""
+    """Watch one prompt decoded three ways, plain, chain and tree; then by SGLang servers."""
     from ddtree.cli.demo import closing, run_demo, untrained_note, verdict
     from ddtree.cli.run import check_output, header, write_json
 
@@ -113,12 +117,26 @@ def demo(
     watched = run_demo(_out, pair, text, max_new_tokens, budget)
     runs = [one.run for one in watched]
     record = header(pair, "demo")
-    agree = all(run.tokens == runs[0].tokens for run in runs)
-    for part in (closing(runs), verdict(runs, record["dtype"]), untrained_note(pair)):
+    outputs = {run.settings.mode: run.tokens for run in runs}
+    for part in (closing(runs), verdict(outputs, record["dtype"]), untrained_note(pair)):
         if part is not None:
             _out.print(part)
     modes = {one.run.settings.mode: one.run.record(one.text.plain) for one in watched}
-    write_json(json_file, record | {"prompt": text, "outputs_agree": agree, "modes": modes})
+    agree = all(tokens == runs[0].tokens for tokens in outputs.values())
+    record |= {"prompt": text, "outputs_agree": agree, "modes": modes}
+    if servers and pair.trained and find_spec("sglang") is not None:
+        record["servers"] = _ask_servers(pair, text, max_new_tokens, budget, record["dtype"])
+    write_json(json_file, record)
+
+
+def _ask_servers(pair: Pair, text: str, length: int, budget: int | None, dtype: str) -> dict:
+    from ddtree.cli.demo import verdict
+    from ddtree.cli.demo_server import ask_servers, server_record, server_table
+
+    answers = ask_servers(_out, pair, text, length, budget, dtype)
+    _out.print(server_table(answers))
+    _out.print(verdict({mode: list(a.tokens or []) for mode, a in answers.items()}, dtype))
+    return {mode: server_record(answer) for mode, answer in answers.items()}
 
 
 @app.command()
