@@ -82,6 +82,23 @@ def test_everything_is_closed_when_a_visit_fails():
     assert {who for who, what in calls if what == "close"} == {"plain", "tree"}
 
 
+def test_one_at_a_time_never_has_two_contenders_open():
+    calls: list = []
+    (results,) = measure(pair(calls), [GREEDY], 3, Plan(block=2, warmup=1), keep=False)
+    is_open: set[str] = set()
+    for label, what in calls:
+        if what == "open":
+            is_open.add(label)
+            assert is_open == {label}
+        elif what == "close":
+            is_open.discard(label)
+        else:
+            assert is_open == {label}, "asked while closed"
+    assert not is_open
+    assert [len(visit.answers) for visit in results[1].visits] == [2, 1]
+    assert results[1].verdict.passed is True
+
+
 def flipped(prompt, cell):
     tokens = counting(prompt, cell)
     return [*tokens[:5], -1, *tokens[6:]] if prompt == 2 else tokens

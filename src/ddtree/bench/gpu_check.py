@@ -137,7 +137,7 @@ class Check:
             options: dict[str, Any] = {"mode": mode, "budget": budget}
             generate(target, drafter, ids, max_new_tokens=8, **options)  # warm-up
             start = time.perf_counter()
-            done = generate(target, drafter, ids, max_new_tokens=128, **options)
+            done = generate(target, drafter, ids, max_new_tokens=64, **options)
             seconds = time.perf_counter() - start
             found[mode if budget is None else f"{mode}:{budget}"] = {
                 "tokens_per_second": round(len(done.tokens) / seconds, 1),

@@ -107,12 +107,9 @@ def _headline(run: Run, summary: dict[Cell, list[Row]]) -> str:
     if not compared:
         return f"{where}, {run.baseline} gave {rows[0].rate:.1f} tokens/s; nothing is compared."
     best = max(compared, key=lambda row: row.speedup[0] if row.speedup else 0)
-    assert best.speedup is not None
-    ratio, low, high = best.speedup
     return (
         f"{where}, {best.stored.contender} gave {best.rate:.1f} tokens/s against "
-        f"{rows[0].rate:.1f} of {run.baseline}: {ratio:.2f} times as fast "
-        f"(95 % interval {low:.2f} to {high:.2f})."
+        f"{rows[0].rate:.1f} of {run.baseline}: {best.speedup_text()} times as fast."
     )
 
 

@@ -23,6 +23,8 @@ from ddtree.bench.plan import BenchError, Cell
 
 _RESAMPLES = 2000
 _PERCENTILES = (50, 90, 99)
+# A bootstrap over fewer turns says nothing.
+_FEWEST_TURNS = 5
 COLUMNS = (
     "tokens/s",
     "speed-up (95 %)",
@@ -108,21 +110,28 @@ class Row:
 
     def cells(self, baseline: bool) -> list[str]:
         """Text of the columns `COLUMNS`."""
-        if self.speedup is None:
-            speedup = "not compared"
-        else:
-            speedup = "1" if baseline else "{:.2f} ({:.2f}\u2013{:.2f})".format(*self.speedup)
-        tau = self.stored.tau
+        tau, verdict = self.stored.tau, self.stored.verdict
+        inherited = "greedy: " if verdict.passed is not None and not self.stored.cell.greedy else ""
         return [
             f"{self.rate:.1f}",
-            speedup,
+            "1" if baseline else self.speedup_text(),
             "\u2013" if tau is None else f"{tau:.2f}",
             *(
                 " / ".join(f"{p:.0f}" for p in some) or "\u2013"
                 for some in (self.first_ms, self.token_ms)
             ),
-            "baseline" if baseline else str(self.stored.verdict),
+            "baseline" if baseline else f"{inherited}{verdict}",
         ]
+
+    def speedup_text(self) -> str:
+        """Ratio and interval; a few turns give no interval."""
+        if self.speedup is None:
+            return "not compared"
+        ratio, low, high = self.speedup
+        turns = len(self.stored.visits)
+        if turns < _FEWEST_TURNS:
+            return f"{ratio:.2f} ({turns} turn{'s' * (turns > 1)})"
+        return f"{ratio:.2f} ({low:.2f}\u2013{high:.2f})"
 
 
 def stored_line(result: Result) -> dict[str, Any]:
