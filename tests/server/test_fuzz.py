@@ -112,7 +112,8 @@ def test_five_hundred_random_requests(servers: ServerPool, tiny_models: TinyMode
         for answer, reference in zip(answers, references, strict=True):
             compared = comparable(request, answer)
             assert compared == comparable(request, reference), request
-            if request.get("return_logprob") and compared == outcome(answer):
+            # With top_k 1 plain SGLang divides by the temperature only beside sampled requests.
+            if request.get("return_logprob") and request["sampling_params"]["temperature"] == 0:
                 for (value, token), (wanted, same) in zip(
                     logprobs(answer), logprobs(reference), strict=True
                 ):
