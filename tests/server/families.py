@@ -64,6 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
+        "full_attention_interval": 3,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     },
     "deepseek_v3": {

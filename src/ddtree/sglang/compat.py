@@ -43,6 +43,10 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
         "logits", "sampling_batch_info", "num_tokens_in_batch",
     ),
     "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding": (),
+    "sglang.srt.layers.moe.fused_moe_native:moe_forward_native": (),
+    "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe:swiglu_gpt_oss_sigmoid_alpha": (
+        "x", "gemm1_alpha", "gemm1_limit",
+    ),
     "sglang.srt.lora.layers:unwrap_lora_layer": (),
     "sglang.srt.managers.overlap_utils:FutureMap": (
         "device", "spec_algo", "req_to_token_pool", "needs_cpu_seq_lens", "needs_confidence_relay",
