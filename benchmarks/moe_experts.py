@@ -10,7 +10,7 @@ width, and that a tree's grow faster than a chain's. Records go to `results/moe_
 * `tree`, `chain`: mean distinct experts per layer of one forward over `width` nodes; no chain is
   longer than the drafter's block;
 * `uniform`: expected under independent uniform routing;
-* `times_decode`: `tree` over the experts of one token, what a memory-bound MoE layer's cost grows by.
+* `times_decode`: `tree` over one token's experts: the growth of a memory-bound MoE layer's cost.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ class MarginalHead:
 
     def expand(self, frontier: Frontier, state: Any, count: int) -> Candidates:
         level = self.logits[:, frontier.depth, None]
-        costs, tokens = top_tokens(level, min(count, level.shape[2]))
-        shape = (*frontier.tokens.shape, costs.shape[2])
-        return Candidates(costs.expand(shape), tokens.expand(shape))
+        top = top_tokens(level, min(count, level.shape[2]))
+        shape = (*frontier.tokens.shape, top.costs.shape[2])
+        return Candidates(top.costs.expand(shape), top.tokens.expand(shape))
 
 
 class TableHead:

@@ -216,8 +216,8 @@ class DominoHead:
         if frontier.depth:
             hidden = self.hidden[:, frontier.depth, None].expand(-1, after.shape[1], -1)
             logits = logits + self.project(torch.cat([hidden, after], dim=-1))
-        costs, tokens = top_tokens(logits, min(count, logits.shape[2]))
-        return Candidates(costs, tokens, after)
+        top = top_tokens(logits, min(count, logits.shape[2]))
+        return Candidates(top.costs, top.tokens, after)
 
     def _read(self, tokens: Tensor, before: Tensor | None) -> Tensor:
         """Recurrent states after one more token (int64 [B, P]): [B, P, gru width]."""

@@ -46,6 +46,11 @@ def resolve_arguments(server_args: Any, platform: SRTPlatform) -> None:
             f"DDTREE_CHAIN_SEED=1 seeds a plain drafter's chain, and this is a {drafter.kind} "
             "drafter, whose best tokens depend on each other; unset it."
         )
+    if drafter.kind != PLAIN and server_args.tp_size != 1:
+        raise ValueError(
+            f"DDTREE serves {drafter.kind} drafters on one device so far, and --tp-size is "
+            f"{server_args.tp_size}; set it to 1."
+        )
     target = ModelConfig.from_server_args(server_args)
     _check_pair(drafter, target)
     _resolve_widths(server_args, drafter, target)
