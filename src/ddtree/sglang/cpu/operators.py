@@ -62,13 +62,14 @@ def extend_cache_locs(
     return req_to_token[req_pool_indices[:batch_size, None], columns].flatten().to(torch.int64)
 
 
-def gpt_oss_swiglu(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+def gpt_oss_swiglu(x: torch.Tensor, gemm1_alpha: float, gemm1_limit: float) -> torch.Tensor:
     """gpt-oss's activation of interleaved gate and up columns [..., 2 * I] -> [..., I].
 
     SGLang's own is compiled by inductor, which takes minutes on a CPU.
     """
-    gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    gate = x[..., ::2].clamp(max=gemm1_limit)
+    up = x[..., 1::2].clamp(-gemm1_limit, gemm1_limit)
+    return gate * torch.sigmoid(gemm1_alpha * gate) * (up + 1)
 
 
 def install_torch_operators() -> None:
