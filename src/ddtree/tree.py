@@ -452,30 +452,42 @@ def _trees(
     keys: Tensor, places: Tensor, plan: _Plan, tokens: Tensor, root_tokens: Tensor, budget: int
 ) -> DraftTree:
     """Node fields from the keys and places of the nodes in order, both [B, <= budget + 1]."""
-    costs, width = _cost_half(keys), keys.shape[1]
-    valid = costs < inf
     pairs = (keys & _LOW_HALF).flatten()
     depths, choices, parent_places = (
         plan.table.index_select(0, pairs).view(*keys.shape, 3).unbind(2)
     )
-    node_of_place = places.new_empty(len(keys), plan.places)
-    node_of_place.scatter_(1, places, plan.pairs[:width].expand_as(places))
-    parents = node_of_place.gather(1, parent_places)
-    parents[:, 0] = -1
     chosen = torch.cat([root_tokens[:, None], tokens.flatten(1)], dim=1).gather(1, choices)
-    missing = budget + 1 - width  # so many prefixes fewer, whatever the input
+    parents = _nodes_at(places, parent_places, plan.places)
+    return _tree_of(_cost_half(keys), chosen, parents, depths, budget, tokens.shape[1])
+
+
+def _nodes_at(places: Tensor, wanted: Tensor, count: int) -> Tensor:
+    """The nodes at the `wanted` ones of `count` places, int64 [B, W]; `places` is node by node."""
+    node_of_place = places.new_empty(len(places), count)
+    nodes = torch.arange(places.shape[1], device=places.device)
+    node_of_place.scatter_(1, places, nodes.expand_as(places))
+    return node_of_place.gather(1, wanted)
+
+
+def _tree_of(
+    costs: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, budget: int, max_depth: int
+) -> DraftTree:
+    """A tree from fields [B, <= budget + 1] in order of cost; what costs +inf is invalid."""
+    valid = costs < inf
+    parents[:, 0] = -1
+    missing = budget + 1 - costs.shape[1]  # so many prefixes fewer, whatever the input
 
     def field(values: Tensor, where_invalid: float) -> Tensor:
         values = torch.where(valid, values, where_invalid)
         return pad(values, (0, missing), value=where_invalid) if missing else values
 
     return DraftTree(
-        tokens=field(chosen, 0),
+        tokens=field(tokens, 0),
         parents=field(parents, -1),
         depths=field(depths, 0),
         scores=field(0.0 - costs, -inf),
         valid=field(valid, False),
-        max_depth=tokens.shape[1],
+        max_depth=max_depth,
     )
 
 

@@ -30,11 +30,40 @@ _WINDOWED = {
     "use_sliding_window": True,
     "max_window_layers": 0,
 }
+_MOE = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
+_GATED_DELTA = {
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_LATENT = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "qwen3-windowed": ("Qwen3", _WINDOWED),
+    "qwen2-moe": ("Qwen2Moe", _MOE | {"shared_expert_intermediate_size": 16}),
+    "qwen3-moe": ("Qwen3Moe", _MOE),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, **_WINDOWED}),
+    "deepseek-v3": ("DeepseekV3", _LATENT),
+    "qwen3-next": ("Qwen3Next", _MOE | _GATED_DELTA | {"shared_expert_intermediate_size": 16}),
 }
 
 

@@ -250,14 +250,14 @@ def test_a_target_without_hidden_states_is_refused():
         generate(target, drafter, PROMPT, mode="ddtree", max_new_tokens=4)
 
 
-def test_recurrent_targets_and_maskless_attention_are_refused(llama):
+def test_unknown_layers_and_maskless_attention_are_refused(llama):
     import copy
 
     hybrid = copy.copy(llama.config)
-    hybrid.layer_types = ["linear_attention", "full_attention"] * 2
+    hybrid.layer_types = ["mamba", "full_attention"] * 2
     target = tiny_target()
     target.config = hybrid
-    with pytest.raises(EngineError, match="linear_attention"):
+    with pytest.raises(EngineError, match="mamba"):
         generate(target, None, PROMPT, mode="ar", max_new_tokens=2)
     target = tiny_target()
     target.config._attn_implementation = "flash_attention_2"

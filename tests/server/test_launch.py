@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from . import tiny
+from . import families, tiny
 from .conftest import TinyModels
 
 pytestmark = pytest.mark.timeout(300)
@@ -114,9 +114,12 @@ def test_a_missing_drafter_is_named(launch: LaunchProbe, tiny_models: TinyModels
         ({"rope_theta": 500.0}, "rotary base 500.0 and the target 10000.0"),
         ({"vocab_size": 999, "dflash_config": {"mask_token_id": 900, "target_layer_ids": [0]}},
          "mask token 900 is outside"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, "only DFlashDraftModel can be run"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "is a Qwen3ForCausalLM drafter"),
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0], "selector_rank": 4}},
-         "marks DFlash2"),
+         "would be loaded without them"),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0],
+                            "projector_type": "domino"}}, "is a Domino drafter"),
+        ({"architectures": ["LiLiCorrDraftModel"]}, "is a LiLiCorr drafter"),
     ],
 )  # fmt: skip
 def test_a_drafter_for_another_target_is_refused(
@@ -128,6 +131,26 @@ def test_a_drafter_for_another_target_is_refused(
 ) -> None:
     drafter = tiny.write_drafter(tmp_path / "drafter", **config)
     arguments = TinyModels(tiny_models.target, drafter).ddtree(9)
+    assert says in launch.resolve(*arguments)["error"]
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "says"),
+    [
+        ("deepseek_v3", (), "latent attention"),
+        ("qwen3_next", ("--disable-radix-cache",), "recurrent layers"),
+    ],
+)
+def test_refused_targets(
+    launch: LaunchProbe,
+    tiny_models: TinyModels,
+    tmp_path: Path,
+    family: str,
+    extra: tuple[str, ...],
+    says: str,
+) -> None:
+    target = families.write_family(tmp_path / family, family)
+    arguments = TinyModels(target, tiny_models.drafter).ddtree(9, *extra)
     assert says in launch.resolve(*arguments)["error"]
 
 

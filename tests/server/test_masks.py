@@ -86,3 +86,24 @@ def test_first_child_and_next_sibling(tree) -> None:
                 found.append(child)
                 child = int(next_sibling[row, child])
             assert found == children
+
+
+def test_sinks_take_their_share_of_the_softmax_and_add_nothing() -> None:
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from ddtree.sglang.cpu.attention import with_sinks
+
+    batch, heads, queries, keys, size = 2, 4, 3, 7, 8
+    query = torch.randn(batch, heads, queries, size)
+    key, value = torch.randn(2, batch, heads // 2, keys, size).unbind(0)
+    hidden = torch.rand(batch, 1, queries, keys) < 0.4
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+    sinks = torch.randn(heads)
+    longer = with_sinks(key, value, mask, sinks, queries)
+    found = scaled_dot_product_attention(query, longer[0], longer[1], longer[2], enable_gqa=True)
+
+    scores = query @ key.repeat_interleave(2, 1).mT / size**0.5 + mask
+    weights = scores.exp()
+    total = weights.sum(-1, keepdim=True) + sinks.exp()[:, None, None]
+    expected = weights / total @ value.repeat_interleave(2, 1)
+    torch.testing.assert_close(found, expected)

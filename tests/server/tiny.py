@@ -86,6 +86,31 @@ def write_drafter(folder: Path, *, seed: int = 1, **config: object) -> Path:
     return _write(folder, settings | config, weights)
 
 
+def write_selector_drafter(folder: Path, *, seed: int = 1, rank: int = 8, top_k: int = 6) -> Path:
+    """A random DFlash2 drafter: `write_drafter`'s with convolutions and a candidate selector."""
+    from safetensors.torch import load_file
+
+    parts = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": rank,
+             "selector_top_k": top_k}  # fmt: skip
+    draft = {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": [0, 1]} | parts
+    write_drafter(folder, seed=seed, architectures=["DFlash2DraftModel"], dflash_config=draft)
+    generator = torch.Generator().manual_seed(seed + 1)
+    weights = load_file(folder / "model.safetensors")
+    for table in ("predecessor_codebook", "successor_codebook"):
+        weights[f"candidate_selector.{table}"] = _normal(generator, VOCABULARY, rank)
+    weights["candidate_selector.hidden_projection.weight"] = _normal(generator, rank, HIDDEN)
+    for layer in range(DRAFT_LAYERS):
+        for part in ("attention_conv", "mlp_conv"):
+            base = _normal(generator, 2, 2, HIDDEN, scale=0.1)
+            base[:, 0] += 1
+            weights[f"layers.{layer}.{part}.base_kernel"] = base
+            weights[f"layers.{layer}.{part}.kernel_projection.weight"] = _normal(
+                generator, 2 * 2 * (HIDDEN // 16), HIDDEN
+            )
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def _write(folder: Path, config: dict[str, object], weights: dict[str, torch.Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))

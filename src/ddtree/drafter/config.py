@@ -8,13 +8,30 @@ refused by name, because a drafter run with half of its parts is silently bad, n
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ARCHITECTURE = "DFlashDraftModel"
 CONFIG_FILE = "config.json"
+# What a drafter's head makes of the block's hidden states; see `drafter_kind`.
+PLAIN, SELECTOR, DOMINO = "DFlash", "DFlash2", "Domino"
+_KIND_OF_ARCHITECTURE = {
+    ARCHITECTURE: PLAIN,
+    "DFlash2DraftModel": SELECTOR,
+    "DFlash2BeamDraftModel": SELECTOR,
+    "MiniMaxDFlash2DraftModel": SELECTOR,
+    "LiLiCorrDraftModel": "LiLiCorr",
+}
+_SELECTOR_PARTS = {
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "output_multiplier",
+    "final_logit_softcapping",
+}
 # dflash_config entries a plain drafter understands, and entries that change nothing at the
 # value given. Anything else names a part (candidate selector, convolution, GRU, ...) that a
 # plain DFlash drafter does not have.
@@ -39,6 +56,7 @@ class DFlashConfig:
         num_target_layers: decoder layers of the target this drafter was trained for.
         layer_types: per layer ``full_attention`` or ``sliding_attention``.
         is_causal: attention inside a block; None means causal in sliding layers only.
+        kind: of head, see `drafter_kind`.
         rope_parameters: transformers' dictionary (``rope_type``, ``rope_theta``, ...).
     """
 
@@ -54,6 +72,7 @@ class DFlashConfig:
     target_layer_ids: tuple[int, ...]
     mask_token_id: int
     rope_parameters: Mapping[str, Any]
+    kind: str = PLAIN
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32768
     attention_bias: bool = False
@@ -73,16 +92,19 @@ class DFlashConfig:
         return float(self.rope_parameters["rope_theta"])
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> DFlashConfig:
+    def from_dict(cls, raw: Mapping[str, Any], kinds: Collection[str] = (PLAIN,)) -> DFlashConfig:
         """Read z-lab's dictionary.
 
+        Args:
+            raw: of ``config.json``.
+            kinds: the kinds of head that the caller can run.
         Raises:
-            DrafterError: another architecture, a missing key, or a part that a plain DFlash
-                drafter does not have.
+            DrafterError: another kind, a missing key, or a part that this kind does not have.
         """
-        _refuse_other_architectures(raw)
         draft = raw.get("dflash_config") or {}
-        _refuse_foreign_parts(draft)
+        kind = drafter_kind(raw)
+        _refuse_other_kinds(raw, kind, kinds)
+        _refuse_foreign_parts(draft, kind)
         layer_ids = draft.get("target_layer_ids", raw.get("target_layer_ids"))
         if layer_ids is None:
             layer_ids = default_target_layer_ids(
@@ -107,6 +129,7 @@ class DFlashConfig:
             target_layer_ids=tuple(layer_ids),
             mask_token_id=mask_id,
             rope_parameters=read_rope_parameters(raw),
+            kind=kind,
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             max_position_embeddings=raw.get("max_position_embeddings", 32768),
             attention_bias=raw.get("attention_bias", False),
@@ -116,7 +139,7 @@ class DFlashConfig:
         )
 
     @classmethod
-    def read(cls, folder: str | Path) -> DFlashConfig:
+    def read(cls, folder: str | Path, kinds: Collection[str] = (PLAIN,)) -> DFlashConfig:
         """Read ``config.json`` of a checkpoint folder."""
         path = Path(folder) / CONFIG_FILE
         try:
@@ -127,7 +150,7 @@ class DFlashConfig:
             ) from None
         except json.JSONDecodeError as error:
             raise DrafterError(f"{path} is not valid JSON ({error}); download it again") from None
-        return cls.from_dict(raw)
+        return cls.from_dict(raw, kinds)
 
     def to_dict(self, dtype: str = "bfloat16") -> dict[str, Any]:
         """z-lab's dictionary; `dtype` names the stored weights' type."""
@@ -190,31 +213,57 @@ def _need(raw: Mapping[str, Any], key: str) -> Any:
     return raw[key]
 
 
-def _refuse_other_architectures(raw: Mapping[str, Any]) -> None:
-    names: Sequence[str] = raw.get("architectures") or []
-    if list(names) != [ARCHITECTURE]:
+def drafter_kind(raw: Mapping[str, Any]) -> str:
+    """What a drafter checkpoint is, from its architecture and the parts it names.
+
+    ``DFlash`` (independent distributions), ``DFlash2`` (a selector scores a token given the one
+    before it), ``Domino`` (a recurrent network reads the drafted prefix), ``LiLiCorr``, or the name
+    of an architecture that is none of them. z-lab's Domino keeps DFlash's architecture.
+    """
+    draft = raw.get("dflash_config") or {}
+    projector = draft.get("projector_type", raw.get("projector_type"))
+    if projector == "domino" or draft.get("gru_hidden_dim"):
+        return DOMINO
+    if any(key.startswith("lilicorr_") and value for key, value in draft.items()):
+        return "LiLiCorr"
+    if draft.get("selector_rank") or draft.get("conv_kernel_size"):
+        return SELECTOR
+    if projector not in (None, "dflash"):
+        return str(projector)
+    names: Sequence[str] = raw.get("architectures") or ["no named architecture"]
+    return _KIND_OF_ARCHITECTURE.get(names[0], names[0])
+
+
+def _refuse_other_kinds(raw: Mapping[str, Any], kind: str, kinds: Collection[str]) -> None:
+    if kind not in kinds:
         raise DrafterError(
-            f"the checkpoint is of architecture {list(names)}, and only {ARCHITECTURE} can be run; "
-            "running it as plain DFlash would accept next to nothing"
+            f"the checkpoint (architectures {raw.get('architectures')}) is a {kind} drafter, and "
+            f"only {' and '.join(kinds)} can be run here; running it as plain DFlash would accept "
+            f"next to nothing"
+        )
+    if kind == SELECTOR and not (raw.get("dflash_config") or {}).get("selector_rank"):
+        raise DrafterError(
+            "the checkpoint has DFlash2's convolutions and no selector (dflash_config.selector_"
+            "rank); use a complete DFlash2 checkpoint"
+        )
+    architecture = (raw.get("architectures") or [None])[0]
+    if _KIND_OF_ARCHITECTURE.get(architecture) != kind:
+        raise DrafterError(
+            f"the checkpoint names the parts of a {kind} drafter and the architecture "
+            f"{architecture}, which would be loaded without them; correct its architectures"
         )
 
 
-def _refuse_foreign_parts(draft: Mapping[str, Any]) -> None:
-    variants = {
-        "selector_rank": "DFlash2",
-        "conv_kernel_size": "DFlash2",
-        "gru_hidden_dim": "Domino",
-        "projector_type": str(draft.get("projector_type")),
-    }
+def _refuse_foreign_parts(draft: Mapping[str, Any], kind: str) -> None:
+    known = _UNDERSTOOD | (_SELECTOR_PARTS if kind == SELECTOR else set())
     for key, value in draft.items():
-        if key in _UNDERSTOOD or value is None or value is False or value == _NEUTRAL.get(key):
+        if key in known or value is None or value is False or value == _NEUTRAL.get(key):
             continue
         if key == "projector_type" and value == "dflash":
             continue
-        name = variants.get(key, "a variant of DFlash")
         raise DrafterError(
-            f"dflash_config.{key}={value!r} marks {name}, which a plain DFlash drafter cannot run; "
-            "use a plain DFlash checkpoint"
+            f"dflash_config.{key}={value!r} marks a variant of {kind} that cannot be run; "
+            f"use a checkpoint without it"
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddtree import metrics
 from ddtree.accept import SamplingRule, accept_path, choose_tokens
 from ddtree.drafter import Drafter
-from ddtree.engine.target import EngineError, Target, check_target
+from ddtree.engine.target import EngineError, check_target, open_target
 from ddtree.tree import DraftTree, build_chain, build_tree
 
 MODES = ("ar", "dflash", "ddtree")
@@ -207,7 +207,7 @@ def decode(
     draft = None
     if request.budget > 0 and drafter is not None:
         draft = _DraftSide(drafter, capacity)
-    target = Target(target_model, capacity, draft.drafter.target_layer_ids if draft else ())
+    target = open_target(target_model, capacity, draft.drafter.target_layer_ids if draft else ())
     generator = None
     if request.seed is not None:
         generator = torch.Generator(target.device).manual_seed(request.seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import DynamicCache
 
 from ddtree.cpu_linear import pack_linears
 from ddtree.engine.cache import RowCache
@@ -18,6 +21,8 @@ from ddtree.tree import DraftTree
 # Attention implementations that read an arbitrary mask, and the form they read it in.
 _MASKED_ATTENTION = ("sdpa", "eager")
 _ROW_LAYERS = {"full_attention", "sliding_attention"}
+# Layers whose state is one tensor that every token overwrites (gated DeltaNet).
+_STATE_LAYERS = {"linear_attention"}
 
 
 class EngineError(ValueError):
@@ -40,14 +45,15 @@ class Target:
         capacity: cache rows: prompt, new tokens and one tree.
         feature_layers: decoder layers whose outputs the drafter reads.
     Raises:
-        EngineError: the model has recurrent layers or an attention without arbitrary masks.
+        EngineError: the model has layers of an unknown kind or an attention without arbitrary
+            masks.
     """
 
     def __init__(self, model: nn.Module, capacity: int, feature_layers: tuple[int, ...]) -> None:
         self.model = model
         self.config: Any = check_target(model)
         self.feature_layers = feature_layers
-        self.cache = RowCache(self.config.num_hidden_layers, capacity)
+        self.cache: Any = self._new_cache(capacity)
         self.device = next(model.parameters()).device
         self._dtype = next(model.parameters()).dtype
         layer_types = set(getattr(self.config, "layer_types", None) or ["full_attention"])
@@ -56,6 +62,9 @@ class Target:
         # transformers renamed the argument in 5.20.
         names = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
+
+    def _new_cache(self, capacity: int) -> Any:
+        return RowCache(self.config.num_hidden_layers, capacity)
 
     def prefill(self, input_ids: Tensor) -> TargetOutput:
         """Run the prompt (int64 [1, P]) and commit it; logits of its last position only."""
@@ -124,6 +133,55 @@ class Target:
         return TargetOutput(out.logits, features)
 
 
+class RecurrentTarget(Target):
+    """A target with recurrent layers: the whole state is kept per node.
+
+    A recurrent state cannot be masked, so a node is run alone, from a copy of its parent's state:
+    slow, and exactly the forward that plain decoding makes after the same tokens.
+    """
+
+    _states: list[Any]
+
+    def _new_cache(self, capacity: int) -> Any:
+        self.length = 0
+        return DynamicCache(config=self.config)
+
+    def prefill(self, input_ids: Tensor) -> TargetOutput:
+        self.length = input_ids.shape[1]
+        positions = torch.arange(self.length, device=self.device)[None]
+        return self._forward(input_ids, positions, None, logits_to_keep=1)
+
+    def verify(self, tree: DraftTree) -> TargetOutput:
+        committed, self._states, outputs = self.cache, [], []
+        prefix = torch.tensor([self.length], device=self.device)
+        positions, parents = tree.positions(prefix), tree.parents[0].tolist()
+        for node in range(int(tree.valid[0].sum())):
+            parent = committed if node == 0 else self._states[parents[node]]
+            self.cache = copy.deepcopy(parent)
+            one = slice(node, node + 1)
+            outputs.append(self._forward(tree.tokens[:, one], positions[:, one], None))
+            self._states.append(self.cache)
+        missing = (0, 0, 0, tree.width - len(outputs))
+        features = None
+        if self.feature_layers:
+            features = pad(torch.cat([out.features for out in outputs], dim=1), missing)
+        return TargetOutput(
+            pad(torch.cat([out.logits for out in outputs], dim=1), missing), features
+        )
+
+    def commit(self, path: list[int]) -> None:
+        """Keep the state of the last accepted node."""
+        self.cache, self._states = self._states[path[-1]], []
+        self.length += len(path)
+
+
+def open_target(model: nn.Module, capacity: int, feature_layers: tuple[int, ...]) -> Target:
+    """The `Target` that suits a model's layers."""
+    layers = set(getattr(check_target(model), "layer_types", None) or ())
+    kind = RecurrentTarget if layers & _STATE_LAYERS else Target
+    return kind(model, capacity, feature_layers)
+
+
 def check_target(model: nn.Module) -> Any:
     """The target's text configuration, if this engine can serve it.
 
@@ -137,11 +195,11 @@ def check_target(model: nn.Module) -> Any:
             f"transformers.AutoModelForCausalLM"
         )
     config = config.get_text_config()
-    other = set(getattr(config, "layer_types", None) or []) - _ROW_LAYERS
+    other = set(getattr(config, "layer_types", None) or []) - _ROW_LAYERS - _STATE_LAYERS
     if other:
         raise EngineError(
             f"the target has {', '.join(sorted(other))} layers; the reference engine serves "
-            f"targets with full and sliding-window attention only"
+            f"targets with full, sliding-window and linear attention only"
         )
     attention = config._attn_implementation
     if attention not in _MASKED_ATTENTION:

@@ -43,6 +43,10 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
         "logits", "sampling_batch_info", "num_tokens_in_batch",
     ),
     "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding": (),
+    "sglang.srt.layers.moe.fused_moe_native:moe_forward_native": (),
+    "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe:swiglu_gpt_oss_sigmoid_alpha": (
+        "x", "gemm1_alpha", "gemm1_limit",
+    ),
     "sglang.srt.lora.layers:unwrap_lora_layer": (),
     "sglang.srt.managers.overlap_utils:FutureMap": (
         "device", "spec_algo", "req_to_token_pool", "needs_cpu_seq_lens", "needs_confidence_relay",
@@ -88,6 +92,11 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
         "can_run_decode_cuda_graph",
     ),
     "sglang.srt.model_executor.model_runner:ModelRunner.prewarm_sampling": (),
+    "sglang.srt.configs.model_config:AttentionArch.MLA": (),
+    "sglang.srt.arg_groups.model_override_base:resolving_view": (),
+    "sglang.srt.arg_groups.model_override_base:model_config_of": ("server_args",),
+    "sglang.srt.arg_groups.overrides:declare_resolution": ("server_args", "source"),
+    "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook": ("name",),
     "sglang.srt.models.dflash:DFlashDraftModel.forward": (
         "input_ids", "positions", "forward_batch", "input_embeds",
     ),
@@ -111,6 +120,13 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
         "topk_p", "topk_index", "bonus_tokens", "new_seq_lens", "hidden_states",
     ),
     "sglang.srt.speculative.dflash_info_v2:DFlashDraftInputV2.prepare_for_decode": ("batch",),
+    "sglang.srt.models.dflash:DFlash2DraftModel": (),
+    "sglang.srt.models.dflash:CandidateSelector.build_lattice": (
+        "candidate_ids", "unary_logits", "hidden_states", "anchor_token_ids",
+    ),
+    "sglang.srt.speculative.dflash_worker_v2:_selector_lattice": (
+        "draft_model", "pred_hidden", "anchor_token_ids",
+    ),
     "sglang.srt.speculative.dflash_utils:is_dense_head_weight": (),
     "sglang.srt.speculative.dflash_utils:resolve_dflash_verify_mask_policy": ("attn_backend",),
     _WORKER: (

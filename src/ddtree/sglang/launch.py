@@ -10,10 +10,17 @@ import logging
 from typing import Any
 
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.platforms.interface import SRTPlatform
 
-from ddtree.drafter.config import CONFIG_FILE, DFlashConfig, DrafterError, read_rope_parameters
+from ddtree.drafter.config import (
+    CONFIG_FILE,
+    PLAIN,
+    SELECTOR,
+    DFlashConfig,
+    DrafterError,
+    read_rope_parameters,
+)
 from ddtree.sglang.cpu import ATTENTION_BACKEND
 from ddtree.sglang.settings import Settings
 
@@ -31,9 +38,19 @@ def resolve_arguments(server_args: Any, platform: SRTPlatform) -> None:
     Raises:
         ValueError: the combination cannot be served.
     """
-    Settings.from_environment()
+    settings = Settings.from_environment()
     _refuse_unsupported(server_args)
     drafter = _read_drafter(server_args)
+    if drafter.kind != PLAIN and settings.chain_seed:
+        raise ValueError(
+            f"DDTREE_CHAIN_SEED=1 seeds a plain drafter's chain, and this is a {drafter.kind} "
+            "drafter, whose best tokens depend on each other; unset it."
+        )
+    if drafter.kind != PLAIN and server_args.tp_size != 1:
+        raise ValueError(
+            f"DDTREE serves {drafter.kind} drafters on one device so far, and --tp-size is "
+            f"{server_args.tp_size}; set it to 1."
+        )
     target = ModelConfig.from_server_args(server_args)
     _check_pair(drafter, target)
     _resolve_widths(server_args, drafter, target)
@@ -82,7 +99,7 @@ def _read_drafter(args: Any) -> DFlashConfig:
 
     folder = download_from_hf(args.speculative_draft_model_path, allow_patterns=[CONFIG_FILE])
     try:
-        return DFlashConfig.read(folder)
+        return DFlashConfig.read(folder, kinds=(PLAIN, SELECTOR))
     except DrafterError as error:
         raise ValueError(f"DDTREE cannot use this drafter: {error}.") from None
 
@@ -108,6 +125,11 @@ def _check_pair(drafter: DFlashConfig, target: ModelConfig) -> None:
         raise ValueError(
             f"The drafter's mask token {drafter.mask_token_id} is outside the target's vocabulary "
             f"of {target.vocab_size}; use a drafter that was trained for this target."
+        )
+    if target.attention_arch == AttentionArch.MLA:
+        raise ValueError(
+            "DDTREE verifies trees on keys and values per head, and this target has latent "
+            "attention (MLA); serve it with --speculative-algorithm DFLASH."
         )
     if mambaish_config(target) is not None:
         raise ValueError(

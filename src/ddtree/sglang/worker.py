@@ -32,7 +32,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _selector_lattice
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import (
@@ -42,6 +42,7 @@ from sglang.srt.speculative.spec_utils import (
 )
 
 from ddtree.accept import Acceptance, accept_path
+from ddtree.conditional import ConditionalHead, SelectorHead, build_conditional_tree
 from ddtree.sglang.choose import adjust_logits, choose_node_tokens, grammar_tree
 from ddtree.sglang.draft_model import keep_embedding_dtype
 from ddtree.sglang.observe import RoundLog
@@ -90,6 +91,8 @@ class DDTreeWorker(DFlashWorkerV2):
         self.rounds = RoundLog(self.settings.log_rounds, self.device)
         self._vocab = int(self.model_runner.model_config.vocab_size)
         self.vocabulary = VocabularyShard(self.model_runner.model.lm_head, self._vocab)
+        if self.selector is not None:
+            self.draft_model.lm_head = unwrap_lora_layer(self.model_runner.model.lm_head)
         keep_embedding_dtype(self.draft_model)
         self._wants_flat_mask = True
         if get_parallel().tp_rank == 0:
@@ -178,14 +181,9 @@ class DDTreeWorker(DFlashWorkerV2):
         stage = self.rounds.stage
         with stage("draft"):
             window = self._open_window(batch)
-            draft_logits = self._draft(batch, window, root_tokens)
+            scores = self._score(self._draft(batch, window, root_tokens), root_tokens)
         with stage("build"):
-            tree = tree_of_tokens(
-                self.vocabulary.top_tokens(draft_logits, self.width - 1),
-                root_tokens,
-                self.width - 1,
-                chain_seed=self.settings.chain_seed,
-            )
+            tree = self._build(scores, root_tokens)
         # Its copy to the host overlaps the target's forward.
         grammars = grammar_tree(tree) if batch.has_grammar else None
         with stage("verify"):
@@ -233,11 +231,7 @@ class DDTreeWorker(DFlashWorkerV2):
     def _draft(
         self, batch: ScheduleBatch, window: Window, root_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """One pass of the drafter over ``[root, mask, ..., mask]``.
-
-        Returns:
-            Logits [B, block - 1, V'] of this rank's part of the vocabulary.
-        """
+        """One pass of the drafter over ``[root, mask, ..., mask]``: hidden [B, block - 1, H]."""
         blocks = root_tokens.new_full((len(root_tokens), self.block_size), self._mask_token_id)
         blocks[:, 0] = root_tokens
         with (
@@ -247,9 +241,34 @@ class DDTreeWorker(DFlashWorkerV2):
         ):
             forward_batch = self._draft_batch(batch, window, blocks)
             output = self.draft_model_runner.forward(forward_batch).logits_output
-        hidden = output.hidden_states.view(*blocks.shape, -1)
-        logits = self.vocabulary.head_logits(hidden[:, 1:].flatten(0, 1))
-        return logits.view(len(blocks), self.block_size - 1, -1)
+        return output.hidden_states.view(*blocks.shape, -1)[:, 1:]
+
+    def _score(
+        self, hidden: torch.Tensor, root_tokens: torch.Tensor
+    ) -> torch.Tensor | ConditionalHead:
+        """What the drafter's head says of a block's hidden states.
+
+        Returns:
+            Logits [B, block - 1, V'] of this rank's part of the vocabulary, or conditional scores.
+        """
+        if self.selector is None:
+            logits = self.vocabulary.head_logits(hidden.flatten(0, 1))
+            return logits.view(*hidden.shape[:2], -1)
+        tokens, scores = _selector_lattice(self.draft_model, hidden, root_tokens)
+        return SelectorHead(tokens, scores)
+
+    def _build(
+        self, scores: torch.Tensor | ConditionalHead, root_tokens: torch.Tensor
+    ) -> DraftTree:
+        budget = self.width - 1
+        if not isinstance(scores, torch.Tensor):
+            return build_conditional_tree(scores, root_tokens, budget)
+        return tree_of_tokens(
+            self.vocabulary.top_tokens(scores, budget),
+            root_tokens,
+            budget,
+            chain_seed=self.settings.chain_seed,
+        )
 
     def _draft_batch(
         self, batch: ScheduleBatch, window: Window, blocks: torch.Tensor

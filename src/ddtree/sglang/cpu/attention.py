@@ -15,7 +15,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -80,6 +80,33 @@ class RequestGroup:
         if self.tree is not None:
             return self.tree.gather(2, index)
         return index <= torch.arange(queries)[:, None]
+
+
+def with_sinks(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor,
+    queries: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention sinks as one more key: its score is the head's sink and its value is zero.
+
+    So a sink takes its share of every softmax and adds nothing, as in gpt-oss.
+
+    Args:
+        key, value: [B, kv heads, K, D].
+        mask: additive [B, 1, Q, K], or None where every query sees every key.
+        sinks: [heads], a score per query head.
+    Returns:
+        Keys and values of K + 1, and the mask [B, heads, Q, K + 1].
+    """
+    batch, _, keys, _ = key.shape
+    if mask is None:
+        mask = key.new_zeros(batch, 1, queries, keys)
+    shape = (batch, len(sinks), queries, 1)
+    column = sinks.to(mask.dtype)[:, None, None].expand(shape)
+    mask = torch.cat([mask.expand(-1, len(sinks), -1, -1), column], dim=-1)
+    return pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1)), mask
 
 
 class SdpaAttnBackend(AttentionBackend):
@@ -168,7 +195,7 @@ class SdpaAttnBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attend `q` [tokens, heads * head_dim] to the cache; returns the same layout."""
-        self._reject_unsupported(layer, kwargs)
+        self._reject_unsupported(layer)
         if save_kv_cache and k is not None and v is not None:
             self.token_to_kv_pool.set_kv_buffer(
                 layer, KVWriteLoc(forward_batch.out_cache_loc, self.window_cache_loc), k, v
@@ -176,13 +203,17 @@ class SdpaAttnBackend(AttentionBackend):
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         output = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         for group in self.groups:
-            output[group.rows] = self._attend(query[group.rows], layer, group)
+            output[group.rows] = self._attend(query[group.rows], layer, group, kwargs.get("sinks"))
         return output.flatten(1)
 
     forward_decode = forward_extend
 
     def _attend(
-        self, query: torch.Tensor, layer: RadixAttention, group: RequestGroup
+        self,
+        query: torch.Tensor,
+        layer: RadixAttention,
+        group: RequestGroup,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """One group: query [B * Q, heads, head_dim] -> [B * Q, heads, v_head_dim]."""
         batch, queries = group.query_positions.shape
@@ -202,10 +233,13 @@ class SdpaAttnBackend(AttentionBackend):
         window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
         bidirectional = layer.attn_type == AttentionType.ENCODER_ONLY
         # A prompt without a cached prefix needs no mask tensor, only the causal flag.
-        causal = slots.shape[1] == queries and window < 0 and group.tree is None and queries > 1
+        whole = slots.shape[1] == queries and window < 0 and group.tree is None and queries > 1
+        causal = whole and sinks is None
         mask = None
         if not (causal and not bidirectional):
             mask = group.mask(bidirectional=bidirectional, window=window, dtype=query.dtype)
+        if sinks is not None:
+            key, value, mask = with_sinks(key, value, mask, sinks, queries)
         out = scaled_dot_product_attention(
             query.view(batch, queries, *query.shape[1:]).transpose(1, 2),
             key,
@@ -220,7 +254,7 @@ class SdpaAttnBackend(AttentionBackend):
     def _is_window_layer(self, layer: RadixAttention) -> bool:
         return layer.sliding_window_size is not None and layer.sliding_window_size > -1
 
-    def _reject_unsupported(self, layer: RadixAttention, extra: dict[str, Any]) -> None:
+    def _reject_unsupported(self, layer: RadixAttention) -> None:
         """Features the fused operator has no argument for must fail, not be ignored."""
         if layer.is_cross_attention:
             raise NotImplementedError(
@@ -230,10 +264,6 @@ class SdpaAttnBackend(AttentionBackend):
             raise NotImplementedError(
                 f"ddtree_sdpa has no logit soft cap (this model asks for {layer.logit_cap}); "
                 "serve it on a GPU."
-            )
-        if extra.get("sinks") is not None:
-            raise NotImplementedError(
-                "ddtree_sdpa has no attention sinks; serve this model on a GPU."
             )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
+from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 from sglang.srt.mem_cache import allocation
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
@@ -60,10 +62,23 @@ def extend_cache_locs(
     return req_to_token[req_pool_indices[:batch_size, None], columns].flatten().to(torch.int64)
 
 
+def gpt_oss_swiglu(x: torch.Tensor, gemm1_alpha: float, gemm1_limit: float) -> torch.Tensor:
+    """gpt-oss's activation of interleaved gate and up columns [..., 2 * I] -> [..., I].
+
+    SGLang's own is compiled by inductor, which takes minutes on a CPU.
+    """
+    gate = x[..., ::2].clamp(max=gemm1_limit)
+    up = x[..., 1::2].clamp(-gemm1_limit, gemm1_limit)
+    return gate * torch.sigmoid(gemm1_alpha * gate) * (up + 1)
+
+
 def install_torch_operators() -> None:
     """Replace, in this process, the Triton launchers that a CPU server would otherwise reach."""
     replace_everywhere(allocation.assign_req_to_token_pool_func, assign_req_to_token_pool)
     replace_everywhere(allocation.get_last_loc, allocation.get_last_loc_torch)
+    # The expert layer that calls it is imported first, so that its name is rebound too.
+    import_module("sglang.srt.layers.moe.fused_moe_native")
+    replace_everywhere(fused_moe.swiglu_gpt_oss_sigmoid_alpha, gpt_oss_swiglu)
     _ignore_streams_of_cpu_tensors()
     _register_attention_backend()
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.arg_groups.choices import (
     add_attention_backend_choices,
     add_draft_attention_backend_choices,
 )
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from ddtree.sglang.cpu import ATTENTION_BACKEND
+from ddtree.sglang.cpu import ATTENTION_BACKEND, PLATFORM_NAME
 from ddtree.sglang.draft_model import keep_embedding_dtype
 
 _SPECULATIVE_ALGORITHMS = frozenset({"DFLASH", "DDTREE"})
@@ -27,6 +29,7 @@ class DDTreeCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def __init__(self) -> None:
         add_attention_backend_choices([ATTENTION_BACKEND])
         add_draft_attention_backend_choices([ATTENTION_BACKEND])
+        register_resolution_hook("handle_model_specific_adjustments")(_admit_attention_sinks)
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Take this platform's backend where the user named none.
@@ -36,6 +39,9 @@ class DDTreeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """
         if server_args._raw_input.get("attention_backend") is None:
             server_args.attention_backend = ATTENTION_BACKEND
+        if server_args.moe_runner_backend == "auto":
+            # Of all runners' weight layouts, the one that SGLang's torch experts read.
+            server_args.moe_runner_backend = "triton"
 
     def get_device(self, device_id: int = 0) -> str:
         """The value of `--device` when the user gives none; every rank shares the one CPU."""
@@ -80,8 +86,29 @@ class DDTreeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from ddtree.sglang.cpu.packed import pack_model
 
         pack_model(model)
-        if type(model).__name__ != "DFlashDraftModel":
+        from sglang.srt.models.dflash import DFlashDraftModel
+
+        if not isinstance(model, DFlashDraftModel):
             return
         for layer in model.layers:
             layer.self_attn.use_table_qk_norm_rope = False
         keep_embedding_dtype(model)
+
+
+def _admit_attention_sinks(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Take part as a backend with attention sinks in SGLang's check of a model's arguments.
+
+    SGLang lists such backends by name; on a CPU it knows its own engine's, whose part is ours here.
+    """
+    # Not at the top: these modules ask for the platform that this one defines.
+    from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    view = resolving_view(server_args)
+    architectures = model_config_of(server_args).hf_config.architectures or ()
+    if view.attention_backend != ATTENTION_BACKEND or "GptOssForCausalLM" not in architectures:
+        previous(server_args)
+        return
+    declare_resolution(server_args, PLATFORM_NAME, attention_backend="intel_amx")
+    previous(server_args)
+    declare_resolution(server_args, PLATFORM_NAME, attention_backend=ATTENTION_BACKEND)

@@ -1,0 +1,56 @@
+"""The families that people have drafters for: plain, DFLASH and DDTREE say the same in fp32.
+
+Each family is a tiny random checkpoint served by the real server on the CPU platform.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from . import families, tiny
+from .conftest import ServerPool, TinyModels, outcome, tiny_requests
+from .test_tree_equals_plain import mean_accept_length
+
+pytestmark = pytest.mark.timeout(900)
+
+WIDTH = 9
+
+
+def dflash(models: TinyModels) -> tuple[str, ...]:
+    return models.plain(
+        *("--speculative-algorithm", "DFLASH"),
+        *("--speculative-draft-model-path", str(models.drafter)),
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_trees_and_chains_say_what_the_plain_server_says(
+    servers: ServerPool, tiny_models: TinyModels, tmp_path: Path, family: str
+) -> None:
+    target = families.write_family(tmp_path / family, family)
+    models = TinyModels(target, tiny_models.drafter)
+    requests = tiny_requests(16, seed=5)
+    plain = [outcome(a) for a in servers.get(*models.plain()).generate_all(requests)]
+    chains = servers.get(*dflash(models)).generate_all(requests, at_once=8)
+    assert [outcome(a) for a in chains] == plain
+    server = servers.get(*models.ddtree(WIDTH))
+    trees = server.generate_all(requests)
+    assert [outcome(a) for a in trees] == plain
+    assert mean_accept_length(trees) > 1
+    # Again, in mixed batches and from the radix cache.
+    trees = server.generate_all(requests, at_once=8, seed=1)
+    assert [outcome(a) for a in trees] == plain
+    assert max(a["meta_info"]["cached_tokens"] for a in trees) > 0
+
+
+def test_a_selector_drafter_changes_no_token(
+    servers: ServerPool, tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    models = TinyModels(tiny_models.target, tiny.write_selector_drafter(tmp_path / "selector"))
+    requests = tiny_requests(16, seed=6)
+    plain = servers.get(*tiny_models.plain()).generate_all(requests)
+    trees = servers.get(*models.ddtree(WIDTH)).generate_all(requests, at_once=8)
+    assert [outcome(a) for a in trees] == [outcome(a) for a in plain]
+    assert mean_accept_length(trees) > 1
