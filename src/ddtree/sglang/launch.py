@@ -15,7 +15,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from ddtree.drafter.config import CONFIG_FILE, DFlashConfig, DrafterError, read_rope_parameters
 from ddtree.sglang.cpu import ATTENTION_BACKEND
-from ddtree.sglang.settings import Settings
+from ddtree.sglang.settings import AUTO, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +31,15 @@ def resolve_arguments(server_args: Any, platform: SRTPlatform) -> None:
     Raises:
         ValueError: the combination cannot be served.
     """
-    Settings.from_environment()
+    settings = Settings.from_environment()
     _refuse_unsupported(server_args)
     drafter = _read_drafter(server_args)
     target = ModelConfig.from_server_args(server_args)
     _check_pair(drafter, target)
     _resolve_widths(server_args, drafter, target)
     _resolve_backends(server_args, platform, target)
+    if settings.budget == AUTO:
+        _refuse_one_width_only(server_args)
     # DFLASH has neither steps nor a branching factor, but generic sizing reads both.
     server_args.speculative_num_steps = 1
     server_args.speculative_eagle_topk = 1
@@ -73,6 +75,20 @@ def _refuse_unsupported(args: Any) -> None:
     if args.speculative_draft_model_path is None:
         raise ValueError(
             "DDTREE needs a DFlash drafter; name one with --speculative-draft-model-path."
+        )
+
+
+def _refuse_one_width_only(args: Any) -> None:
+    """What cannot change the width from round to round."""
+    if args.attention_backend != ATTENTION_BACKEND:
+        raise ValueError(
+            f"DDTREE_BUDGET is 'auto', and {args.attention_backend} verifies trees of the launch "
+            f"width only; set DDTREE_BUDGET=fixed, or serve on {ATTENTION_BACKEND}."
+        )
+    if args.tp_size != 1:
+        raise ValueError(
+            f"DDTREE_BUDGET is 'auto' and --tp-size is {args.tp_size}, but every rank would choose "
+            "its own width; set DDTREE_BUDGET=fixed, or --tp-size 1."
         )
 
 

@@ -12,6 +12,8 @@ import typer
 
 # What a laptop serves comfortably; on an accelerator SGLang sizes itself.
 _CPU_ARGUMENTS = ("--max-total-tokens", "16384", "--max-running-requests", "8", "--sleep-on-idle")
+# With this budget the server chooses the width of every round, up to so many drafted nodes.
+_AUTO, _AUTO_NODES = "auto", 32
 # What the script `sglang` runs; the script itself need not be on the path.
 _SGLANG_COMMAND = "from sglang.cli.main import main; main()"
 
@@ -29,7 +31,7 @@ def launch_arguments(
     target: str,
     drafter: str | None,
     mode: Mode,
-    budget: int,
+    budget: str,
     block_size: int | None,
     host: str,
     port: int,
@@ -45,7 +47,8 @@ def launch_arguments(
     assert drafter is not None, "a speculative mode needs a drafter"
     arguments += ["--speculative-algorithm", mode.name, "--speculative-draft-model-path", drafter]
     if mode is Mode.DDTREE:
-        arguments += ["--speculative-num-draft-tokens", str(budget + 1)]
+        nodes = _AUTO_NODES if budget == _AUTO else int(budget)
+        arguments += ["--speculative-num-draft-tokens", str(nodes + 1)]
     if block_size is not None:
         arguments += ["--speculative-dflash-block-size", str(block_size)]
     return arguments + extra
@@ -55,6 +58,12 @@ def _accelerated() -> bool:
     import torch
 
     return torch.accelerator.is_available()
+
+
+def _check_budget(budget: str) -> str:
+    if budget != _AUTO and not (budget.isdecimal() and int(budget) >= 1):
+        raise typer.BadParameter(f"{budget!r} is neither auto nor a whole number of 1 or more")
+    return budget
 
 
 def serve(
@@ -68,7 +77,13 @@ def serve(
     mode: Annotated[
         Mode, typer.Option(help="ddtree, dflash or ar (plain decoding).")
     ] = Mode.DDTREE,
-    budget: Annotated[int, typer.Option(min=1, help="Drafted nodes per tree.")] = 16,
+    budget: Annotated[
+        str,
+        typer.Option(
+            help="Drafted nodes per tree, or auto: chosen every round, up to 32.",
+            callback=_check_budget,
+        ),
+    ] = "16",
     block_size: Annotated[
         int | None, typer.Option(min=2, help="Slots of a draft block; the drafter's if unset.")
     ] = None,
@@ -97,6 +112,8 @@ def serve(
         extra=list(context.args),
     )
     typer.echo(_first_request(host, port))
+    if budget == _AUTO:
+        os.environ["DDTREE_BUDGET"] = _AUTO
     # Replace this process, so that signals and exit codes are the server's own.
     command = [sys.executable, "-c", _SGLANG_COMMAND, "serve", *arguments]
     os.execv(sys.executable, command)
