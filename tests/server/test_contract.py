@@ -80,7 +80,7 @@ def test_serve_fills_in_sglangs_flags() -> None:
         target="T",
         drafter="D",
         mode=Mode.DDTREE,
-        budget="16",
+        budget=16,
         block_size=8,
         host="127.0.0.1",
         port=30000,

@@ -31,7 +31,7 @@ def launch_arguments(
     target: str,
     drafter: str | None,
     mode: Mode,
-    budget: str,
+    budget: int,
     block_size: int | None,
     host: str,
     port: int,
@@ -47,8 +47,7 @@ def launch_arguments(
     assert drafter is not None, "a speculative mode needs a drafter"
     arguments += ["--speculative-algorithm", mode.name, "--speculative-draft-model-path", drafter]
     if mode is Mode.DDTREE:
-        nodes = _AUTO_NODES if budget == _AUTO else int(budget)
-        arguments += ["--speculative-num-draft-tokens", str(nodes + 1)]
+        arguments += ["--speculative-num-draft-tokens", str(budget + 1)]
     if block_size is not None:
         arguments += ["--speculative-dflash-block-size", str(block_size)]
     return arguments + extra
@@ -104,7 +103,7 @@ def serve(
         target=target,
         drafter=drafter,
         mode=mode,
-        budget=budget,
+        budget=_AUTO_NODES if budget == _AUTO else int(budget),
         block_size=block_size,
         host=host,
         port=port,
