@@ -60,6 +60,24 @@ def plain_tokens(folder: Path, prompt_ids: list[int], count: int) -> list[int]:
     return out[0, len(prompt_ids) :].tolist()
 
 
+def test_calibrate_stores_what_the_server_will_look_for(models, tmp_path, monkeypatch):
+    from ddtree.budget import StepCost
+    from ddtree.engine.calibrate import DRAFT_BATCHES, VERIFY_SIZES, machine_costs
+
+    monkeypatch.setenv("DDTREE_CACHE", str(tmp_path))
+    target, drafter = models[1], models[3]
+    assert machine_costs(target, drafter, "cpu", torch.float32) == StepCost.assumed()
+    result = run("calibrate", *models, "--repetitions", 2, "--json", tmp_path / "costs.json")
+    assert result.exit_code == 0, result.output
+    costs = machine_costs(target, drafter, "cpu", torch.float32)
+    assert costs.verify.sizes == VERIFY_SIZES
+    assert costs.draft.sizes == tuple(6 * batch for batch in DRAFT_BATCHES)
+    assert costs.verify(33) >= costs.verify(1) > 0
+    record = json.loads((tmp_path / "costs.json").read_text(encoding="utf-8"))
+    assert tuple(record["costs"]["verify"]["seconds"]) == costs.verify.seconds
+    assert machine_costs(target, drafter, "cpu", torch.bfloat16) == StepCost.assumed()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_generate_prints_the_answer_and_records_the_run(mode, models, tiny_target, tmp_path):
     file = tmp_path / "run.json"

@@ -24,7 +24,7 @@ from ddtree.tree import (
     _cost_half,
     _keys,
     _nodes_at,
-    _root_only,
+    root_tree,
     _tree_of,
     top_tokens,
 )
@@ -101,7 +101,7 @@ def build_conditional_tree(head: ConditionalHead, root_tokens: Tensor, budget: i
         raise TreeError(f"budget is {budget}; a tree has 0 or more drafted nodes")
     levels = min(head.horizon, budget)
     if levels == 0 or len(root_tokens) == 0:
-        return _root_only(root_tokens, budget)
+        return root_tree(root_tokens, budget)
     root = root_tokens[:, None]
     frontier = Frontier(0, root, torch.zeros_like(root), torch.zeros_like(root))
     costs, state = root.new_zeros(root.shape, dtype=torch.float32), None

@@ -90,6 +90,17 @@ class DraftTree:
         """int64 [B, N] sequence positions: committed tokens before the root (int64 [B]) + depth."""
         return prefix_lens[:, None] + self.depths
 
+    def first(self, width: int) -> DraftTree:
+        """The first `width` nodes: the best-first tree of that width (without a chain seed)."""
+        return DraftTree(
+            tokens=self.tokens[:, :width],
+            parents=self.parents[:, :width],
+            depths=self.depths[:, :width],
+            scores=self.scores[:, :width],
+            valid=self.valid[:, :width],
+            max_depth=min(self.max_depth, width - 1),
+        )
+
     def to(self, device: torch.device | str) -> DraftTree:
         """The same trees on another device."""
         return DraftTree(
@@ -181,7 +192,7 @@ def build_tree(
     batch, horizon, vocab = draft_logits.shape
     levels = min(horizon, budget)
     if levels == 0 or batch == 0:
-        return _root_only(root_tokens, budget)
+        return root_tree(root_tokens, budget)
     top = top_tokens(draft_logits[:, :levels], min(budget, vocab))
     return tree_of_tokens(top, root_tokens, budget, chain_seed=chain_seed)
 
@@ -203,7 +214,8 @@ def _check_input(draft_logits: Tensor, root_tokens: Tensor, budget: int) -> None
         raise TreeError("draft_logits has an empty vocabulary (V = 0)")
 
 
-def _root_only(root_tokens: Tensor, budget: int) -> DraftTree:
+def root_tree(root_tokens: Tensor, budget: int = 0) -> DraftTree:
+    """Plain decoding's trees: the roots (int64 [B]) and `budget` invalid nodes."""
     shape = (root_tokens.shape[0], budget + 1)
     device = root_tokens.device
     tokens = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -503,5 +515,5 @@ def build_chain(draft_logits: Tensor, root_tokens: Tensor) -> DraftTree:
     levels = draft_logits.shape[1]
     _check_input(draft_logits, root_tokens, levels)
     if levels == 0:
-        return _root_only(root_tokens, 0)
+        return root_tree(root_tokens)
     return tree_of_tokens(top_tokens(draft_logits, 1), root_tokens, levels)

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -252,3 +253,10 @@ def outcome(answer: dict[str, Any]) -> tuple[list[int], str, int]:
         f"{reason['type']}:{reason.get('matched')}:{reason.get('length')}",
         meta["completion_tokens"],
     )
+
+
+def rounds_by_arm(server: Server) -> dict[str, float]:
+    """Decode rounds so far by how they were run, from a server that exports metrics."""
+    lines = server.get("/metrics").splitlines()
+    found = (re.match(r'ddtree_rounds_total{.*arm="(\w+)".*} (\S+)', line) for line in lines)
+    return {match[1]: float(match[2]) for match in found if match}

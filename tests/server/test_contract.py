@@ -55,7 +55,8 @@ def test_every_import_of_upstream_names_is_on_the_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("DDTREE_CHAIN_SEED", "maybe"), ("DDTREE_LOG_ROUNDS", "-3")]
+    ("name", "value"),
+    [("DDTREE_CHAIN_SEED", "maybe"), ("DDTREE_LOG_ROUNDS", "-3"), ("DDTREE_BUDGET", "12")],
 )
 def test_a_wrong_setting_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=name):
@@ -63,7 +64,10 @@ def test_a_wrong_setting_is_refused_by_name(name: str, value: str) -> None:
 
 
 def test_settings() -> None:
-    assert Settings.from_environment({}) == Settings(chain_seed=False, log_rounds=0)
+    assert Settings.from_environment({}) == Settings("fixed", chain_seed=False, log_rounds=0)
+    assert Settings.from_environment({"DDTREE_BUDGET": "auto"}).budget == "auto"
+    with pytest.raises(ValueError, match="set one of them only"):
+        Settings.from_environment({"DDTREE_BUDGET": "auto", "DDTREE_CHAIN_SEED": "1"})
     chosen = Settings.from_environment({"DDTREE_CHAIN_SEED": "1", "DDTREE_LOG_ROUNDS": "50"})
     assert chosen == Settings(chain_seed=True, log_rounds=50)
 

@@ -17,7 +17,7 @@ import torch
 
 from conftest import read_jsonl
 
-from .conftest import Server, ServerPool, outcome
+from .conftest import Server, ServerPool, outcome, rounds_by_arm
 
 pytestmark = pytest.mark.timeout(900)
 # Separates rounding from faults for this target (docs/structure.md, "Losslessness").
@@ -69,6 +69,19 @@ def ddtree_at(servers: ServerPool, smollm2: Path, drafter: Path) -> Callable[...
 @pytest.fixture(scope="session")
 def ddtree(ddtree_at) -> Server:
     return ddtree_at(17)
+
+
+@pytest.fixture(scope="session")
+def auto(servers: ServerPool, smollm2: Path, drafter: Path) -> Server:
+    """The controller itself, with room for trees of 33."""
+    return servers.get(
+        *_arguments(
+            smollm2,
+            *("--speculative-algorithm", "DDTREE", "--speculative-num-draft-tokens", "33"),
+            *("--speculative-draft-model-path", str(drafter)),
+        ),
+        environment={"DDTREE_BUDGET": "auto"},
+    )
 
 
 def _requests(shared_data: Path, count: int, tokens: int) -> list[dict[str, Any]]:
@@ -202,6 +215,23 @@ def test_grammars_constrain_every_node(
     wanted = [(a["text"], outcome(a)) for a in plain.generate_all(requests, at_once=3)]
     answers = ddtree.generate_all(requests, at_once=3)
     assert [(a["text"], outcome(a)) for a in answers] == wanted
+
+
+def test_a_chosen_budget_changes_no_text(plain: Server, auto: Server, shared_data: Path) -> None:
+    """Few and many requests, with and without a grammar; the widths used are reported."""
+    free = _requests(shared_data, 6, 32)
+    bound = [
+        request | {"sampling_params": request["sampling_params"] | {"regex": "[a-z ]{20,30}[.!]"}}
+        for request in free[:2]
+    ]
+    requests = free + bound
+    wanted = [outcome(a) for a in plain.generate_all(requests, at_once=4)]
+    answers = auto.generate_all(requests[:1]) + auto.generate_all(requests[1:], at_once=7)
+    assert [outcome(a) for a in answers] == wanted
+    rounds = rounds_by_arm(auto)
+    assert sum(rounds.values()) >= max(a["meta_info"]["spec_verify_ct"] for a in answers)
+    # The first rounds look at the drafter whatever comes of it.
+    assert any(arm.startswith("tree") for arm in rounds)
 
 
 def test_the_openai_client(ddtree: Server, plain: Server) -> None:

@@ -223,6 +223,27 @@ def model(
     typer.echo(default_target(_err, out))
 
 
+@app.command()
+def calibrate(
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Measurements of each size.", show_default=True)
+    ] = 7,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure what verifying, drafting and the rest of a round cost on this machine."""
+    from ddtree.cli.calibrate import run_calibration
+    from ddtree.cli.run import check_output, header, write_json
+
+    check_output(json_file)
+    pair = open_pair(_err, target, drafter, dtype=dtype, device=device)
+    record = run_calibration(_out, _err, pair, repetitions)
+    write_json(json_file, header(pair, "calibrate") | record)
+
+
 _ELSEWHERE: dict[str, Any] = {
     "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True}
 }

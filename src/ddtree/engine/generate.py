@@ -17,7 +17,7 @@ from ddtree import metrics
 from ddtree.accept import SamplingRule, accept_path, choose_tokens
 from ddtree.drafter import Drafter
 from ddtree.engine.target import EngineError, check_target, open_target
-from ddtree.tree import DraftTree, build_chain, build_tree
+from ddtree.tree import DraftTree, build_chain, build_tree, root_tree
 
 MODES = ("ar", "dflash", "ddtree")
 DEFAULT_BUDGET = 32
@@ -225,7 +225,7 @@ def decode(
     while remaining > 0 and not done:
         # A path of depth d commits d + 1 tokens, so deeper nodes than this could not be used.
         depth = remaining - 1
-        tree = draft.tree(root, depth, request, clock) if draft and depth else _root_tree(root)
+        tree = draft.tree(root, depth, request, clock) if draft and depth else root_tree(root)
         with clock.stage("verify"):
             out = target.verify(tree)
         with clock.stage("accept"):
@@ -271,11 +271,6 @@ class _DraftSide:
             if request.mode == "dflash":
                 return build_chain(logits[:, : request.budget], root)
             return build_tree(logits, root, request.budget, chain_seed=request.chain_seed)
-
-
-def _root_tree(root: Tensor) -> DraftTree:
-    """The tree of plain decoding."""
-    return build_tree(torch.zeros(1, 0, 1, device=root.device), root, 0)
 
 
 def _cut(tokens: list[int], remaining: int, eos: frozenset[int]) -> tuple[list[int], bool]:

@@ -164,7 +164,8 @@ class RecurrentTarget(Target):
         missing = (0, 0, 0, tree.width - len(outputs))
         features = None
         if self.feature_layers:
-            features = pad(torch.cat([out.features for out in outputs], dim=1), missing)
+            kept = [out.features for out in outputs if out.features is not None]
+            features = pad(torch.cat(kept, dim=1), missing)
         return TargetOutput(
             pad(torch.cat([out.logits for out in outputs], dim=1), missing), features
         )

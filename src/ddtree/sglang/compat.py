@@ -149,6 +149,7 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     f"{_WORKER}._validate_phase1_sampling_support": (),
     f"{_WORKER}.init_attention_backends": (),
     f"{_WORKER}.init_cuda_graphs": (),
+    f"{_WORKER}.on_verify_complete_cpu": ("num_correct_drafts_per_req", "batch_size"),
     f"{_WORKER}.prewarm_sampling": (),
     "sglang.srt.speculative.spec_info:SpeculativeAlgorithm.register": (
         "name", "supports_overlap", "spec_class",

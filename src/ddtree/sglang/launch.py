@@ -22,7 +22,7 @@ from ddtree.drafter.config import (
     read_rope_parameters,
 )
 from ddtree.sglang.cpu import ATTENTION_BACKEND
-from ddtree.sglang.settings import Settings
+from ddtree.sglang.settings import AUTO, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -41,20 +41,14 @@ def resolve_arguments(server_args: Any, platform: SRTPlatform) -> None:
     settings = Settings.from_environment()
     _refuse_unsupported(server_args)
     drafter = _read_drafter(server_args)
-    if drafter.kind != PLAIN and settings.chain_seed:
-        raise ValueError(
-            f"DDTREE_CHAIN_SEED=1 seeds a plain drafter's chain, and this is a {drafter.kind} "
-            "drafter, whose best tokens depend on each other; unset it."
-        )
-    if drafter.kind != PLAIN and server_args.tp_size != 1:
-        raise ValueError(
-            f"DDTREE serves {drafter.kind} drafters on one device so far, and --tp-size is "
-            f"{server_args.tp_size}; set it to 1."
-        )
+    if drafter.kind != PLAIN:
+        _refuse_plain_only(server_args, settings, drafter.kind)
     target = ModelConfig.from_server_args(server_args)
     _check_pair(drafter, target)
     _resolve_widths(server_args, drafter, target)
     _resolve_backends(server_args, platform, target)
+    if settings.budget == AUTO:
+        _refuse_one_width_only(server_args)
     # DFLASH has neither steps nor a branching factor, but generic sizing reads both.
     server_args.speculative_num_steps = 1
     server_args.speculative_eagle_topk = 1
@@ -90,6 +84,39 @@ def _refuse_unsupported(args: Any) -> None:
     if args.speculative_draft_model_path is None:
         raise ValueError(
             "DDTREE needs a DFlash drafter; name one with --speculative-draft-model-path."
+        )
+
+
+def _refuse_plain_only(args: Any, settings: Settings, kind: str) -> None:
+    """What other drafters than plain DFlash are not served with."""
+    if settings.chain_seed:
+        raise ValueError(
+            f"DDTREE_CHAIN_SEED=1 seeds a plain drafter's chain, and this is a {kind} drafter; "
+            "set it to 0."
+        )
+    if settings.budget == AUTO:
+        raise ValueError(
+            f"DDTREE_BUDGET is 'auto', whose gain is calibrated on plain drafters, and this is a "
+            f"{kind} drafter; set DDTREE_BUDGET=fixed."
+        )
+    if args.tp_size != 1:
+        raise ValueError(
+            f"DDTREE serves {kind} drafters on one device so far, and --tp-size is "
+            f"{args.tp_size}; set it to 1."
+        )
+
+
+def _refuse_one_width_only(args: Any) -> None:
+    """What cannot change the width from round to round."""
+    if args.attention_backend != ATTENTION_BACKEND:
+        raise ValueError(
+            f"DDTREE_BUDGET is 'auto', and {args.attention_backend} verifies trees of the launch "
+            f"width only; set DDTREE_BUDGET=fixed, or serve on {ATTENTION_BACKEND}."
+        )
+    if args.tp_size != 1:
+        raise ValueError(
+            f"DDTREE_BUDGET is 'auto' and --tp-size is {args.tp_size}, but every rank would choose "
+            "its own width; set DDTREE_BUDGET=fixed, or --tp-size 1."
         )
 
 

@@ -12,6 +12,8 @@ import typer
 
 # What a laptop serves comfortably; on an accelerator SGLang sizes itself.
 _CPU_ARGUMENTS = ("--max-total-tokens", "16384", "--max-running-requests", "8", "--sleep-on-idle")
+# With this budget the server chooses the width of every round, up to so many drafted nodes.
+_AUTO, _AUTO_NODES = "auto", 32
 # What the script `sglang` runs; the script itself need not be on the path.
 _SGLANG_COMMAND = "from sglang.cli.main import main; main()"
 
@@ -57,6 +59,12 @@ def _accelerated() -> bool:
     return torch.accelerator.is_available()
 
 
+def _check_budget(budget: str) -> str:
+    if budget != _AUTO and not (budget.isdecimal() and int(budget) >= 1):
+        raise typer.BadParameter(f"{budget!r} is neither auto nor a whole number of 1 or more")
+    return budget
+
+
 def serve(
     context: typer.Context,
     target: Annotated[
@@ -68,7 +76,13 @@ def serve(
     mode: Annotated[
         Mode, typer.Option(help="ddtree, dflash or ar (plain decoding).")
     ] = Mode.DDTREE,
-    budget: Annotated[int, typer.Option(min=1, help="Drafted nodes per tree.")] = 16,
+    budget: Annotated[
+        str,
+        typer.Option(
+            help="Drafted nodes per tree, or auto: chosen every round, up to 32.",
+            callback=_check_budget,
+        ),
+    ] = "16",
     block_size: Annotated[
         int | None, typer.Option(min=2, help="Slots of a draft block; the drafter's if unset.")
     ] = None,
@@ -89,7 +103,7 @@ def serve(
         target=target,
         drafter=drafter,
         mode=mode,
-        budget=budget,
+        budget=_AUTO_NODES if budget == _AUTO else int(budget),
         block_size=block_size,
         host=host,
         port=port,
@@ -97,6 +111,8 @@ def serve(
         extra=list(context.args),
     )
     typer.echo(_first_request(host, port))
+    if budget == _AUTO:
+        os.environ["DDTREE_BUDGET"] = _AUTO
     # Replace this process, so that signals and exit codes are the server's own.
     command = [sys.executable, "-c", _SGLANG_COMMAND, "serve", *arguments]
     os.execv(sys.executable, command)

@@ -42,15 +42,18 @@ from sglang.srt.speculative.spec_utils import (
 )
 
 from ddtree.accept import Acceptance, accept_path
+from ddtree.budget import CHAIN, TREE, Arm
 from ddtree.conditional import ConditionalHead, SelectorHead, build_conditional_tree
+from ddtree.engine.calibrate import machine_costs
 from ddtree.sglang.choose import adjust_logits, choose_node_tokens, grammar_tree
 from ddtree.sglang.draft_model import keep_embedding_dtype
 from ddtree.sglang.observe import RoundLog
 from ddtree.sglang.penalties import PathPenalties
-from ddtree.sglang.settings import Settings
+from ddtree.sglang.settings import AUTO, Settings
 from ddtree.sglang.shard import VocabularyShard
 from ddtree.sglang.verify import DDTreeDraftInput, DDTreeVerifyInput, flat_tree_mask
-from ddtree.tree import DraftTree, tree_of_tokens
+from ddtree.sglang.widths import WidthChooser
+from ddtree.tree import DraftTree, build_chain, root_tree, tree_of_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -95,18 +98,32 @@ class DDTreeWorker(DFlashWorkerV2):
             self.draft_model.lm_head = unwrap_lora_layer(self.model_runner.model.lm_head)
         keep_embedding_dtype(self.draft_model)
         self._wants_flat_mask = True
+        self._fixed = Arm(TREE, self.width)
+        self.widths = self._width_chooser(server_args) if self.settings.budget == AUTO else None
         if get_parallel().tp_rank == 0:
             logger.info(
-                "DDTREE ready: target=%s, drafter=%s, width=%d (budget %d), block size=%d, "
+                "DDTREE ready: target=%s, drafter=%s, width=%d (budget %d, %s), block size=%d, "
                 "mask token=%d, chain seed=%s",
                 target_worker.model_runner.model_config.model_path,
                 self.draft_model_runner.model_config.model_path,
                 self.width,
                 self.width - 1,
+                self.settings.budget,
                 self.block_size,
                 self._mask_token_id,
                 self.settings.chain_seed,
             )
+
+    def _width_chooser(self, server_args: ServerArgs) -> WidthChooser:
+        prior = machine_costs(
+            self.model_runner.model_config.model_path,
+            self.draft_model_runner.model_config.model_path,
+            self.device,
+            self.model_runner.dtype,
+        )
+        return WidthChooser(
+            self.width, self.block_size, prior, self.device, metrics=server_args.enable_metrics
+        )
 
     @contextmanager
     def _drafter_spec(self) -> Iterator[None]:
@@ -166,6 +183,8 @@ class DDTreeWorker(DFlashWorkerV2):
             )
             if extends and not batch.forward_mode.is_idle():
                 self.penalties.begin(batch, result.next_token_ids)
+            if self.widths is not None:
+                self.widths.interrupt()
             return result
         return self._round(batch, on_publish, grammar_barrier)
 
@@ -181,9 +200,11 @@ class DDTreeWorker(DFlashWorkerV2):
         stage = self.rounds.stage
         with stage("draft"):
             window = self._open_window(batch)
-            scores = self._score(self._draft(batch, window, root_tokens), root_tokens)
+            arm = self._next_arm(window)
+            scores = self._score(batch, window, root_tokens) if arm.drafts else None
         with stage("build"):
-            tree = self._build(scores, root_tokens)
+            built = self._build(arm, scores, root_tokens)
+            tree = built if arm.width >= built.width else built.first(arm.width)
         # Its copy to the host overlaps the target's forward.
         grammars = grammar_tree(tree) if batch.has_grammar else None
         with stage("verify"):
@@ -198,7 +219,44 @@ class DDTreeWorker(DFlashWorkerV2):
         with stage("commit"):
             result = self._commit(batch, window, verified, chosen, acceptance, new_seq_lens)
         self.rounds.finish(tree)
+        if self.widths is not None:
+            self.widths.launched(built, acceptance.path)
         return result
+
+    def on_verify_complete_cpu(
+        self, num_correct_drafts_per_req: list[int], batch_size: int = 0
+    ) -> None:
+        """The scheduler has a round's results on the host: they go into the next choice."""
+        if self.widths is not None:
+            self.widths.finished(batch_size)
+
+    def _next_arm(self, window: Window) -> Arm:
+        """How to run this round: by the launch width, or as the controller says."""
+        if self.widths is None:
+            return self._fixed
+        return self.widths.choose(len(window.slots), context=int(window.host_bound(0).sum()))
+
+    def _build(
+        self, arm: Arm, scores: torch.Tensor | ConditionalHead | None, root_tokens: torch.Tensor
+    ) -> DraftTree:
+        """The round's trees; a best-first tree always at the launch width.
+
+        Its first nodes are the tree of any smaller width, and the others tell what a larger one
+        could bring.
+        """
+        budget = self.width - 1
+        if scores is None:
+            return root_tree(root_tokens)
+        if not isinstance(scores, torch.Tensor):
+            return build_conditional_tree(scores, root_tokens, budget)
+        if arm.kind == CHAIN:
+            return build_chain(scores[:, : arm.width - 1], root_tokens)
+        return tree_of_tokens(
+            self.vocabulary.top_tokens(scores, budget),
+            root_tokens,
+            budget,
+            chain_seed=self.settings.chain_seed,
+        )
 
     def _open_window(self, batch: ScheduleBatch) -> Window:
         """Look up the slots this round writes and plan them once for all its forwards."""
@@ -244,31 +302,19 @@ class DDTreeWorker(DFlashWorkerV2):
         return output.hidden_states.view(*blocks.shape, -1)[:, 1:]
 
     def _score(
-        self, hidden: torch.Tensor, root_tokens: torch.Tensor
+        self, batch: ScheduleBatch, window: Window, root_tokens: torch.Tensor
     ) -> torch.Tensor | ConditionalHead:
-        """What the drafter's head says of a block's hidden states.
+        """What the drafter's head says of one pass over a block.
 
         Returns:
             Logits [B, block - 1, V'] of this rank's part of the vocabulary, or conditional scores.
         """
+        hidden = self._draft(batch, window, root_tokens)
         if self.selector is None:
             logits = self.vocabulary.head_logits(hidden.flatten(0, 1))
             return logits.view(*hidden.shape[:2], -1)
         tokens, scores = _selector_lattice(self.draft_model, hidden, root_tokens)
         return SelectorHead(tokens, scores)
-
-    def _build(
-        self, scores: torch.Tensor | ConditionalHead, root_tokens: torch.Tensor
-    ) -> DraftTree:
-        budget = self.width - 1
-        if not isinstance(scores, torch.Tensor):
-            return build_conditional_tree(scores, root_tokens, budget)
-        return tree_of_tokens(
-            self.vocabulary.top_tokens(scores, budget),
-            root_tokens,
-            budget,
-            chain_seed=self.settings.chain_seed,
-        )
 
     def _draft_batch(
         self, batch: ScheduleBatch, window: Window, blocks: torch.Tensor
@@ -314,11 +360,11 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> GenerationBatchResult:
         """One forward of the target over every node, positions by depth, ancestors only."""
         visibility = tree.visibility()
-        host_lens = window.host_bound(self.width)
+        host_lens = window.host_bound(tree.width)
         verify_input = DDTreeVerifyInput(
             draft_token=tree.tokens.flatten(),
             positions=tree.positions(window.prefix_lens).flatten(),
-            draft_token_num=self.width,
+            draft_token_num=tree.width,
             visibility=visibility,
             custom_mask=(
                 flat_tree_mask(visibility, window.prefix_lens, int(host_lens.sum()))
@@ -327,9 +373,9 @@ class DDTreeWorker(DFlashWorkerV2):
             ),
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=window.plan,
-            kv_loc_cols=slice(0, self.width),
+            kv_loc_cols=slice(0, tree.width),
         )
-        batch.out_cache_loc = window.slots[:, : self.width].flatten()
+        batch.out_cache_loc = window.slots[:, : tree.width].flatten()
         lens, lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
         batch.seq_lens_cpu, batch.seq_lens_sum = host_lens, int(host_lens.sum())
         forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
@@ -342,7 +388,7 @@ class DDTreeWorker(DFlashWorkerV2):
         )
 
     def _full_logits(self, output: LogitsProcessorOutput) -> torch.Tensor:
-        """Verify logits [B * width, V], gathered over the tensor-parallel ranks."""
+        """Verify logits [B * N, V], gathered over the tensor-parallel ranks."""
         processor = self._target_logits_processor
         if processor is not None and processor.is_deferred_shard(output.next_token_logits):
             output.next_token_logits = processor.finish_deferred_gather(output.next_token_logits)
@@ -373,14 +419,14 @@ class DDTreeWorker(DFlashWorkerV2):
         output: LogitsProcessorOutput,
         grammar_mask: Any | None,
     ) -> torch.Tensor:
-        """The target's token at every node, int64 [B, width], the same on every rank."""
+        """The target's token at every node, int64 [B, N], the same on every rank."""
         logits = self._full_logits(output)
         info = batch.sampling_info
         self.penalties.apply(batch, tree, logits)
-        adjust_logits(logits, info, self.width, grammar_mask)
+        adjust_logits(logits, info, tree.width, grammar_mask)
         positions = tree.positions(window.prefix_lens).flatten()
         sampler = self.target_worker.model_runner.sampler
-        chosen = choose_node_tokens(logits, info, positions, self.width, sampler)
+        chosen = choose_node_tokens(logits, info, positions, tree.width, sampler)
         greedy = info is None or info.is_all_greedy
         site = (
             SpecTpSyncSite.DFLASH_ACCEPT_GREEDY if greedy else SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
@@ -398,10 +444,10 @@ class DDTreeWorker(DFlashWorkerV2):
         new_seq_lens: torch.Tensor,
     ) -> GenerationBatchResult:
         """Make the accepted path the committed text: K/V rows, draft K/V, output tokens."""
-        output = verified.logits_output
+        output, width = verified.logits_output, chosen.shape[1]
         # Past the accepted nodes a path points at its own place: a move of a row onto itself.
         places = torch.arange(acceptance.path.shape[1], device=chosen.device)
-        path = torch.where(acceptance.path >= 0, acceptance.path, places)[:, : self.width]
+        path = torch.where(acceptance.path >= 0, acceptance.path, places)[:, :width]
         commit_lens = acceptance.lengths.to(torch.int32)
         self._move_accepted_rows(window, path)
         self._extend_draft_cache(window, output.hidden_states, path, commit_lens)
@@ -410,7 +456,7 @@ class DDTreeWorker(DFlashWorkerV2):
         committed = chosen.gather(1, path)
         self.penalties.commit(batch, committed, commit_lens)
         if batch.return_logprob:
-            rows = torch.arange(len(path), device=path.device)[:, None] * self.width + path
+            rows = torch.arange(len(path), device=path.device)[:, None] * width + path
             compute_spec_logprobs(batch, output, chosen.flatten(), accept_index=rows)
         return GenerationBatchResult(
             logits_output=output,
@@ -420,7 +466,7 @@ class DDTreeWorker(DFlashWorkerV2):
             next_draft_input=self._make_next_draft_input_decode(
                 bonus_tokens=acceptance.next_tokens, new_seq_lens=new_seq_lens
             ),
-            speculative_num_draft_tokens=self.width,
+            speculative_num_draft_tokens=width,
             speculative_output_stride=path.shape[1],
             new_seq_lens=new_seq_lens,
             routed_experts_output=verified.routed_experts_output,
@@ -444,7 +490,7 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> None:
         """Write draft K/V for exactly the accepted nodes, at their final slots and positions."""
         batch, places = path.shape
-        features = hidden.view(batch, self.width, -1)
+        features = hidden.view(batch, -1, hidden.shape[-1])
         features = features.gather(1, path[:, :, None].expand(-1, -1, features.shape[2]))
         slots = self._draft_write_ids(window.plan).view_as(window.slots)[:, :places].contiguous()
         positions = window.prefix_lens[:, None] + torch.arange(places, device=path.device)

@@ -1,0 +1,248 @@
+"""Is `DDTREE_BUDGET=auto` ever slower than the best fixed way of decoding, or than plain?
+
+One server per mode: plain, DFLASH, DDTREE at fixed widths and at a chosen one, with the shipped and
+with an untrained drafter. All are started first and sleep while they have nothing to do; then
+the modes take turns (A B C A B C ...) for every concurrency, so that a noisy machine disturbs all
+alike. One JSON line per mode, drafter and concurrency: the median and the quartiles of output
+tokens per second over the repetitions, and of auto's rate over each other mode's in the same turn.
+
+    python benchmarks/never_slower.py --prompts prompts.jsonl --out benchmarks/results/FILE.jsonl
+
+`prompts.jsonl` holds one object per line with `turns` (Spec-Bench) or `prompt`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+SHIPPED, UNTRAINED = "shipped", "untrained"
+AUTO = "auto"
+_SGLANG = "from sglang.cli.main import main; main()"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A server to measure: `name`, the drafter it uses, its flags and environment."""
+
+    name: str
+    drafter: str
+    flags: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def modes(drafters: dict[str, Path], widths: list[int], auto_width: int) -> list[Mode]:
+    """Plain decoding once, every other mode once per drafter."""
+    found = [Mode("plain", "", ())]
+    for name, folder in drafters.items():
+        draft = ("--speculative-draft-model-path", str(folder))
+        tree = ("--speculative-algorithm", "DDTREE", *draft, "--speculative-num-draft-tokens")
+        found.append(Mode("dflash", name, ("--speculative-algorithm", "DFLASH", *draft)))
+        if name == SHIPPED:
+            found += [Mode(f"tree{width}", name, (*tree, str(width))) for width in widths]
+        chosen = (("DDTREE_BUDGET", AUTO),)
+        found.append(Mode(AUTO, name, (*tree, str(auto_width)), chosen))
+    return found
+
+
+class Server:
+    """A running SGLang server on a free loopback port."""
+
+    def __init__(self, mode: Mode, target: Path, running: int, threads: int, log: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        command = [
+            *(sys.executable, "-c", _SGLANG, "serve", "--host", "127.0.0.1"),
+            *("--port", str(self.port), "--model-path", str(target), "--dtype", "bfloat16"),
+            *("--context-length", "2048", "--max-total-tokens", "32768", "--sleep-on-idle"),
+            *("--max-running-requests", str(running), "--enable-metrics", *mode.flags),
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | dict(mode.environment)
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
+        self._log = log
+
+    def await_ready(self, seconds: float = 300) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server stopped at start; see {self._log}")
+            with contextlib.suppress(OSError):
+                self._call("/health")
+                return
+            time.sleep(0.5)
+        raise RuntimeError(f"the server was not ready in {seconds:.0f} s; see {self._log}")
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def generate(self, prompt: str, tokens: int) -> int:
+        """Tokens of one greedy answer."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        answer = json.loads(self._call("/generate", {"text": prompt, "sampling_params": sampling}))
+        return answer["meta_info"]["completion_tokens"]
+
+    def rate(self, prompts: list[str], concurrency: int, tokens: int) -> float:
+        """Output tokens per second, prefill included, caches flushed first."""
+        self._call("/flush_cache", {})
+        start = time.perf_counter()
+        with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
+            total = sum(pool.map(lambda prompt: self.generate(prompt, tokens), prompts))
+        return total / (time.perf_counter() - start)
+
+    def rounds(self) -> dict[str, float]:
+        """Rounds by arm so far."""
+        lines = self._call("/metrics").decode().splitlines()
+        ours = [line for line in lines if line.startswith("ddtree_rounds_total{")]
+        return {line.split('arm="')[1].split('"')[0]: float(line.split()[-1]) for line in ours}
+
+    def _call(self, path: str, payload: dict[str, Any] | None = None) -> bytes:
+        data = None if payload is None else json.dumps(payload).encode()
+        headers = {"Content-Type": "application/json"}
+        url = f"http://127.0.0.1:{self.port}{path}"
+        request = urllib.request.Request(url, data, headers)
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return answer.read()
+
+
+def read_prompts(path: Path, tokenizer: Any, count: int) -> list[str]:
+    """Chat prompts, spread evenly over the file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    chosen = lines[:: max(1, len(lines) // count)][:count]
+    records = [json.loads(line) for line in chosen]
+    texts = [r["turns"][0] if "turns" in r else r["prompt"] for r in records]
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text[:2000]}], add_generation_prompt=True, tokenize=False
+        )
+        for text in texts
+    ]
+
+
+def untrained_drafter(target: Path, like: Path, folder: Path) -> Path:
+    """A drafter with the shipped one's shape and random weights."""
+    from transformers import AutoModelForCausalLM
+
+    from ddtree.drafter import random_drafter, save_drafter
+    from ddtree.drafter.config import DFlashConfig
+
+    shape = DFlashConfig.read(like)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    bound = random_drafter(model, block_size=shape.block_size, num_layers=shape.num_hidden_layers)
+    save_drafter(bound.model, bound.config, folder)
+    return folder
+
+
+def measure(
+    servers: dict[Mode, Server], prompts: list[str], asked: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Rates of every mode, taking turns, for every concurrency."""
+    records = []
+    for concurrency in asked.concurrency:
+        rates: dict[Mode, list[float]] = {mode: [] for mode in servers}
+        for turn in range(asked.repetitions):
+            for mode, server in servers.items():
+                count = asked.requests * concurrency
+                mine = [prompts[(turn * count + i) % len(prompts)] for i in range(count)]
+                rates[mode].append(server.rate(mine, concurrency, asked.tokens))
+            print(concurrency, turn, {f"{m.name} {m.drafter}": round(r[-1], 1)
+                                      for m, r in rates.items()}, flush=True)  # fmt: skip
+        records += [_record(mode, concurrency, rates, server) for mode, server in servers.items()]
+    return records
+
+
+def _record(
+    mode: Mode, concurrency: int, rates: dict[Mode, list[float]], server: Server
+) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "mode": mode.name, "drafter": mode.drafter, "concurrency": concurrency,
+        "tokens_per_second": rates[mode], "median": statistics.median(rates[mode]),
+    }  # fmt: skip
+    if mode.name == AUTO:
+        rivals = [m for m in rates if m.drafter in ("", mode.drafter) and m != mode]
+        record["over"] = {
+            rival.name: statistics.median(
+                mine / theirs for mine, theirs in zip(rates[mode], rates[rival], strict=True)
+            )
+            for rival in rivals
+        }
+        best = max(statistics.median(rates[rival]) for rival in rivals)
+        record["over_best"] = record["median"] / best
+        record["rounds_so_far"] = server.rounds()
+    return record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--target", type=Path, help="folder; the default target if unset")
+    parser.add_argument("--drafter", type=Path, help="folder; the shipped one if unset")
+    parser.add_argument("--widths", type=int, nargs="+", default=[9, 17, 33])
+    parser.add_argument("--auto-width", type=int, default=33)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--requests", type=int, default=2, help="per client and turn")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    asked = parser.parse_args()
+
+    from transformers import AutoTokenizer
+
+    from ddtree.drafter.shipped import shipped_drafter
+    from ddtree.engine.default_target import prepare_default_target
+
+    target = asked.target or prepare_default_target()
+    shipped = asked.drafter or Path(shipped_drafter() or parser.error("no drafter is shipped"))
+    prompts = read_prompts(asked.prompts, AutoTokenizer.from_pretrained(target), 64)
+    servers: dict[Mode, Server] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        drafters = {
+            SHIPPED: shipped,
+            UNTRAINED: untrained_drafter(target, shipped, Path(folder) / "untrained"),
+        }
+        try:
+            for mode in modes(drafters, asked.widths, asked.auto_width):
+                log = Path(folder) / f"{mode.name}-{mode.drafter}.log"
+                running = max(asked.concurrency)
+                servers[mode] = Server(mode, target, running, asked.threads, log)
+                servers[mode].await_ready()
+                servers[mode].rate(prompts[:2], 2, 16)  # warm-up
+            records = measure(servers, prompts, asked)
+        finally:
+            for server in servers.values():
+                server.stop()
+    conditions = {
+        "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+        "threads": asked.threads, "tokens": asked.tokens, "requests": asked.requests,
+        "repetitions": asked.repetitions, "prompts": asked.prompts.name, "dtype": "bfloat16",
+        "sglang": version("sglang"), "torch": version("torch"),
+    }  # fmt: skip
+    with asked.out.open("w", encoding="utf-8") as out:
+        for record in records:
+            out.write(json.dumps(record | conditions) + "\n")
+
+
+if __name__ == "__main__":
+    main()
