@@ -24,8 +24,8 @@ from ddtree.tree import (
     _cost_half,
     _keys,
     _nodes_at,
-    root_tree,
     _tree_of,
+    root_tree,
     top_tokens,
 )
 
