@@ -45,6 +45,19 @@ def test_trees_and_chains_say_what_the_plain_server_says(
     assert max(a["meta_info"]["cached_tokens"] for a in trees) > 0
 
 
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_dense_families_say_what_the_plain_server_says(
+    servers: ServerPool, tiny_models: TinyModels, tmp_path: Path, architecture: str
+) -> None:
+    target = tiny.write_target(tmp_path / "target", architecture=architecture)
+    models = TinyModels(target, tiny_models.drafter)
+    requests = tiny_requests(16, seed=7)
+    plain = servers.get(*models.plain()).generate_all(requests)
+    trees = servers.get(*models.ddtree(33)).generate_all(requests, at_once=8)
+    assert [outcome(a) for a in trees] == [outcome(a) for a in plain]
+    assert mean_accept_length(trees) > 1
+
+
 def test_a_selector_drafter_changes_no_token(
     servers: ServerPool, tiny_models: TinyModels, tmp_path: Path
 ) -> None:

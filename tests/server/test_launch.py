@@ -90,6 +90,12 @@ def test_widths_and_backends_follow_from_the_drafter(
         (("--speculative-dflash-block-size", "9"), "trained for blocks of 8"),
         (("--attention-backend", "torch_native"), "cannot verify a tree"),
         (("--pp-size", "2"), "pipeline parallelism"),
+        (("--tp-size", "2", "--attn-dp-size", "2"), "DP attention"),
+        (("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"), "DP attention"),
+        (("--disaggregation-mode", "prefill"), "prefill/decode disaggregation"),
+        (("--enable-lora", "--lora-paths", "one=somewhere"), "LoRA"),
+        (("--enable-two-batch-overlap",), "two-batch overlap"),
+        (("--speculative-use-rejection-sampling",), "rejection sampling"),
         (("--speculative-draft-window-size", "512"), "draft window"),
     ],
 )

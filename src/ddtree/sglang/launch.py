@@ -64,7 +64,8 @@ def _refuse_unsupported(args: Any) -> None:
     refusals = {
         "pipeline parallelism (--pp-size above 1)": args.pp_size != 1,
         "context parallelism (--attn-cp-size above 1)": args.attn_cp_size != 1,
-        "DP attention (--enable-dp-attention)": args.enable_dp_attention,
+        # SGLang turns the old spelling, --enable-dp-attention, into this one.
+        "DP attention (--attn-dp-size above 1)": args.attn_dp_size != 1,
         "prefill/decode disaggregation (--disaggregation-mode)": args.disaggregation_mode != "null",
         "LoRA (--enable-lora)": bool(args.enable_lora or args.lora_paths),
         "two-batch overlap (--enable-two-batch-overlap)": args.enable_two_batch_overlap,
