@@ -32,7 +32,7 @@ import pytest
 
 from . import tiny
 
-MAX_ALIVE = 3
+MAX_ALIVE = int(os.environ.get("DDTREE_TEST_SERVERS", "3"))
 START_SECONDS = 300
 # What the script `sglang` runs.
 _SGLANG_COMMAND = "from sglang.cli.main import main; main()"
