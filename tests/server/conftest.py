@@ -2,8 +2,9 @@
 
 They sleep when idle: a scheduler that polls takes a whole core from the server under test.
 
-At most `MAX_ALIVE` servers run at a time, because each takes about 2.5 GiB: asking for another
-stops the one that was used longest ago. Tests skip where SGLang is not installed.
+At most `MAX_ALIVE` servers run at a time, because each takes about 2.5 GiB: using another stops the
+one that was used longest ago, and using that again starts it anew. Tests skip where SGLang is not
+installed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ import pytest
 
 from . import tiny
 
-MAX_ALIVE = int(os.environ.get("DDTREE_TEST_SERVERS", "3"))
+MAX_ALIVE = 3
 START_SECONDS = 300
 # What the script `sglang` runs.
 _SGLANG_COMMAND = "from sglang.cli.main import main; main()"
@@ -52,18 +52,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
     """A running server and the requests tests make of it."""
 
     arguments: tuple[str, ...]
     log: Path
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str]
+    pool: ServerPool = field(repr=False)
     port: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
     def url(self) -> str:
+        """Where it answers; started anew if it had to make room."""
+        self.pool.wake(self)
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
@@ -91,18 +94,20 @@ class Server:
                 pytest.fail(f"the server stopped at start:\n{self.tail()}")
             with (
                 contextlib.suppress(OSError),
-                urllib.request.urlopen(f"{self.url}/health", timeout=5),
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5),
             ):
                 return
             time.sleep(0.5)
         pytest.fail(f"the server did not answer within {START_SECONDS} s:\n{self.tail()}")
 
     def stop(self) -> None:
-        if self.process is None or self.process.poll() is not None:
+        if self.process is None:
             return
-        # At once: on SIGTERM the server takes ten seconds to look for a crash.
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        if self.process.poll() is None:
+            # At once: on SIGTERM the server takes ten seconds to look for a crash.
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.process = None
 
     def tail(self, lines: int = 40) -> str:
         text = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -151,36 +156,42 @@ class Server:
 
 
 class ServerPool:
-    """Servers by their arguments, the least recently used stopped first."""
+    """Servers by their arguments and environment."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
-        self._running: OrderedDict[tuple[Any, ...], Server] = OrderedDict()
-        self._started = 0
+        self._known: dict[tuple[Any, ...], Server] = {}
+        self._running: list[Server] = []  # the one used last at the end
 
     def get(self, *arguments: str, environment: dict[str, str] | None = None) -> Server:
         environment = environment or {}
         key = (arguments, *sorted(environment.items()))
-        server = self._running.get(key)
-        if server is not None and server.alive():
-            self._running.move_to_end(key)
-            return server
-        self._running.pop(key, None)
-        while len(self._running) >= MAX_ALIVE:
-            self._running.popitem(last=False)[1].stop()
-        self._started += 1
-        server = Server(arguments, self._logs / f"server-{self._started}.log", environment)
-        try:
-            server.start()
-        except BaseException:
+        if key not in self._known:
+            log = self._logs / f"server-{len(self._known) + 1}.log"
+            self._known[key] = Server(arguments, log, environment, self)
+        server = self._known[key]
+        if server.process is not None and not server.alive():  # a test before this one broke it
             server.stop()
-            raise
-        self._running[key] = server
+        self.wake(server)
         return server
 
+    def wake(self, server: Server) -> None:
+        """Start a server that was stopped to make room; one that broke stays as it is."""
+        if server in self._running:
+            self._running.remove(server)
+        if server.process is None:
+            while len(self._running) >= MAX_ALIVE:
+                self._running.pop(0).stop()
+            try:
+                server.start()
+            except BaseException:
+                server.stop()
+                raise
+        self._running.append(server)
+
     def stop_all(self) -> None:
-        while self._running:
-            self._running.popitem()[1].stop()
+        for server in self._known.values():
+            server.stop()
 
 
 @pytest.fixture(scope="session")

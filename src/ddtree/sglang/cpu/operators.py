@@ -79,6 +79,9 @@ def install_torch_operators() -> None:
     # The expert layer that calls it is imported first, so that its name is rebound too.
     import_module("sglang.srt.layers.moe.fused_moe_native")
     replace_everywhere(fused_moe.swiglu_gpt_oss_sigmoid_alpha, gpt_oss_swiglu)
+    # FlashInfer's top-k reads CUDA tensors alone; without it DFlash2's selector takes torch's.
+    dflash: Any = import_module("sglang.srt.models.dflash")
+    dflash._flashinfer_top_k = None
     _ignore_streams_of_cpu_tensors()
     _register_attention_backend()
 
