@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,17 @@ def test_the_installed_release_has_every_name_the_plugin_touches() -> None:
     from ddtree.sglang.compat import check_installed_release
 
     check_installed_release()
+
+
+def test_the_cpu_platforms_operators_pass_the_same_check() -> None:
+    """A replacement keeps the names the check reads; in a process of its own, which it changes."""
+    pytest.importorskip("sglang")
+    code = (
+        "from ddtree.sglang.cpu.operators import install_torch_operators as install\n"
+        "from ddtree.sglang.compat import check_installed_release as check\n"
+        "install(); check()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_moved_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

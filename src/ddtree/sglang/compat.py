@@ -97,7 +97,7 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.arg_groups.model_override_base:model_config_of": ("server_args",),
     "sglang.srt.arg_groups.overrides:declare_resolution": ("server_args", "source"),
     "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook": ("name",),
-    "sglang.srt.models.dflash:_flashinfer_top_k": (),
+    "sglang.srt.models.dflash:_radix_topk": ("scores", "k"),
     "sglang.srt.models.dflash:DFlashDraftModel.forward": (
         "input_ids", "positions", "forward_batch", "input_embeds",
     ),

@@ -72,6 +72,11 @@ def gpt_oss_swiglu(x: torch.Tensor, gemm1_alpha: float, gemm1_limit: float) -> t
     return gate * torch.sigmoid(gemm1_alpha * gate) * (up + 1)
 
 
+def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and indices [..., k] for DFlash2's selector; FlashInfer's read CUDA tensors alone."""
+    return torch.topk(scores, k, dim=-1)
+
+
 def install_torch_operators() -> None:
     """Replace, in this process, the Triton launchers that a CPU server would otherwise reach."""
     replace_everywhere(allocation.assign_req_to_token_pool_func, assign_req_to_token_pool)
@@ -79,9 +84,7 @@ def install_torch_operators() -> None:
     # The expert layer that calls it is imported first, so that its name is rebound too.
     import_module("sglang.srt.layers.moe.fused_moe_native")
     replace_everywhere(fused_moe.swiglu_gpt_oss_sigmoid_alpha, gpt_oss_swiglu)
-    # FlashInfer's top-k reads CUDA tensors alone; without it DFlash2's selector takes torch's.
-    dflash: Any = import_module("sglang.srt.models.dflash")
-    dflash._flashinfer_top_k = None
+    replace_everywhere(import_module("sglang.srt.models.dflash")._radix_topk, top_k)
     _ignore_streams_of_cpu_tensors()
     _register_attention_backend()
 
