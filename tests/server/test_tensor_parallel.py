@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from .conftest import ServerPool, TinyModels, outcome, tiny_requests
@@ -9,7 +11,11 @@ from .conftest import ServerPool, TinyModels, outcome, tiny_requests
 pytestmark = pytest.mark.timeout(900)
 # SGLang gives every CPU rank a NUMA node unless told which cores to use. Decisions are not
 # broadcast from rank 0 either: ranks that disagreed would write different K/V and answer nonsense.
-TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_SPEC_TP_SYNC": "off"}
+CORES = sorted(os.sched_getaffinity(0))
+TWO_RANKS = {
+    "SGLANG_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[-1]}",
+    "SGLANG_SPEC_TP_SYNC": "off",
+}
 
 
 def test_two_ranks_draft_and_answer_like_one(
