@@ -7,10 +7,12 @@ assert that paths longer than the root were accepted, so that they cannot pass b
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import json
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +150,17 @@ def _await_idle(server: Server) -> None:
             return
         time.sleep(0.5)
     pytest.fail(f"the server never became idle:\n{server.tail()}")
+
+
+def test_a_profile_names_the_operators_of_a_round(
+    servers: ServerPool, tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    """SGLang asks a platform from outside which activity to record."""
+    ddtree = servers.get(*tiny_models.ddtree(17, "--disable-radix-cache"))
+    ddtree.post("/start_profile", {"output_dir": str(tmp_path), "activities": ["CPU"]})
+    ddtree.generate({"input_ids": [5, 9, 4], "sampling_params": {"max_new_tokens": 8}})
+    ddtree.post("/stop_profile")
+    (trace,) = tmp_path.rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = {event["name"] for event in events}
+    assert "aten::scaled_dot_product_attention" in names

@@ -13,6 +13,7 @@ from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from torch.profiler import ProfilerActivity
 
 from ddtree.sglang.cpu import ATTENTION_BACKEND, PLATFORM_NAME
 from ddtree.sglang.draft_model import keep_embedding_dtype
@@ -74,6 +75,13 @@ class DDTreeCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_dispatch_key_name(self) -> str:
         return "native"
+
+    def get_torch_profiler_activity_str(self) -> str:
+        """The activity that `/start_profile` records; without it the request ends the server."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> ProfilerActivity:
+        return ProfilerActivity.CPU
 
     def init_backend(self) -> None:
         """Runs once in each worker process, before any model is built."""
