@@ -107,6 +107,9 @@ class SamplingRule:
         probs = torch.softmax(logits.float() / self.temperature, dim=-1)
         if not self.filtered:
             return probs
+        if self.top_p == 1 and self.top_k == 0:  # needs the best only, not the whole order
+            kept = probs * (probs >= self.min_p * probs.amax(-1, keepdim=True))
+            return kept / kept.sum(-1, keepdim=True)
         ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
         keep = ordered >= self.min_p * ordered[..., :1]
         if self.top_p < 1:

@@ -125,7 +125,8 @@ def write_instructions(
         [opening] * count,
         max_new_tokens=_INSTRUCTION_TOKENS[1],
         eos_token_ids=eos_token_ids,
-        rule=rule or SamplingRule(temperature=1.0, top_p=0.95),
+        # A floor keeps texts sensible as top-p does, without sorting the vocabulary.
+        rule=rule or SamplingRule(temperature=1.0, min_p=0.03),
         generator=generator,
     )
     texts: dict[str, None] = {}
