@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddtree.accept import SamplingRule
-from ddtree.train.generate import GenerationError, equal_length_groups, generate_responses
+from ddtree.train.generate import GenerationError, generate_responses, length_groups
 
 PROMPTS = [[5, 9, 3], [7, 2, 8], [11, 4, 6], [1, 2, 3, 4, 5], [9, 9]]
 
@@ -98,10 +98,30 @@ def test_sampling_follows_the_seed(target):
     assert sample(1) != sample(2)
 
 
-def test_groups_hold_one_length_and_every_prompt_once():
-    groups = equal_length_groups(PROMPTS, 2)
+def test_groups_hold_similar_lengths_and_every_prompt_once():
+    groups = length_groups(PROMPTS, 2)
     assert sorted(i for g in groups for i in g) == list(range(len(PROMPTS)))
-    assert all(len({len(PROMPTS[i]) for i in g}) == 1 and len(g) <= 2 for g in groups)
+    lengths = [len(PROMPTS[i]) for g in groups for i in g]
+    assert lengths == sorted(lengths, reverse=True)
+    assert max(map(len, groups)) == 2
+
+
+def test_a_short_prompt_may_grow_where_a_long_neighbour_may_not(target):
+    prompts = [[5] * 60, [7, 2, 8]]
+    got = generate_responses(target, prompts, max_new_tokens=30, eos_token_ids=[])
+    assert {c.index: len(c.tokens) for c in got} == {0: 64, 1: 33}
+
+
+def test_a_window_shorter_than_the_text_is_refused(target):
+    transformers = pytest.importorskip("transformers")
+    names = ("hidden_size", "num_hidden_layers", "head_dim", "num_attention_heads",
+             "num_key_value_heads", "intermediate_size", "vocab_size")  # fmt: skip
+    shape = {name: getattr(target.config, name) for name in names}
+    windowed = transformers.MistralForCausalLM(
+        transformers.MistralConfig(**shape, sliding_window=8, max_position_embeddings=64)
+    )
+    with pytest.raises(GenerationError, match="a sliding window of 8 tokens"):
+        list(generate_responses(windowed, [[1, 2, 3]], max_new_tokens=9, eos_token_ids=[]))
 
 
 def test_a_prompt_that_cannot_be_continued_is_named(target):
