@@ -5,6 +5,7 @@ Each family is a tiny random checkpoint served by the real server on the CPU pla
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,10 +58,11 @@ def test_qwen3_says_what_the_plain_server_says(
     assert mean_accept_length(trees) > 1
 
 
-def test_a_selector_drafter_changes_no_token(
-    servers: ServerPool, tiny_models: TinyModels, tmp_path: Path
+@pytest.mark.parametrize("write", [tiny.write_selector_drafter, tiny.write_domino_drafter])
+def test_a_conditional_drafter_changes_no_token(
+    servers: ServerPool, tiny_models: TinyModels, tmp_path: Path, write: Callable[[Path], Path]
 ) -> None:
-    models = TinyModels(tiny_models.target, tiny.write_selector_drafter(tmp_path / "selector"))
+    models = TinyModels(tiny_models.target, write(tmp_path / "drafter"))
     requests = tiny_requests(16, seed=6)
     plain = servers.get(*tiny_models.plain()).generate_all(requests)
     trees = servers.get(*models.ddtree(WIDTH)).generate_all(requests, at_once=8)

@@ -124,7 +124,8 @@ def test_a_missing_drafter_is_named(launch: LaunchProbe, tiny_models: TinyModels
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0], "selector_rank": 4}},
          "would be loaded without them"),
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0],
-                            "projector_type": "domino"}}, "is a Domino drafter"),
+                            "projector_type": "domino", "pure_draft_prefix_len": 2}},
+         "pure_draft_prefix_len=2 marks a variant of Domino"),
         ({"architectures": ["LiLiCorrDraftModel"]}, "is a LiLiCorr drafter"),
     ],
 )  # fmt: skip

@@ -111,6 +111,27 @@ def write_selector_drafter(folder: Path, *, seed: int = 1, rank: int = 8, top_k:
     return folder
 
 
+def write_domino_drafter(
+    folder: Path, *, seed: int = 1, width: int = 24, shift_label: bool = False
+) -> Path:
+    """A random Domino drafter: `write_drafter`'s with a GRU over the drafted prefix."""
+    from safetensors.torch import load_file
+
+    draft = {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": [0, 1],
+             "projector_type": "domino", "gru_hidden_dim": width, "emb_dim": 16,
+             "pure_draft_prefix_len": 1, "shift_label": shift_label}  # fmt: skip
+    write_drafter(folder, seed=seed, dflash_config=draft)
+    generator = torch.Generator().manual_seed(seed + 1)
+    weights = load_file(folder / "model.safetensors")
+    shapes = {"prefix_gru.weight_ih_l0": (3 * width, HIDDEN),
+              "prefix_gru.weight_hh_l0": (3 * width, width),
+              "embed_proj.0.weight": (16, HIDDEN + width),
+              "embed_proj.2.weight": (VOCABULARY, 16)}  # fmt: skip
+    weights |= {name: _normal(generator, *shape) for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def _write(folder: Path, config: dict[str, object], weights: dict[str, torch.Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))

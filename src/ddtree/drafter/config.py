@@ -32,11 +32,17 @@ _SELECTOR_PARTS = {
     "output_multiplier",
     "final_logit_softcapping",
 }
+_DOMINO_PARTS = {"projector_type", "gru_hidden_dim", "emb_dim", "shift_label"}
 # dflash_config entries a plain drafter understands, and entries that change nothing at the
 # value given. Anything else names a part (candidate selector, convolution, GRU, ...) that a
 # plain DFlash drafter does not have.
 _UNDERSTOOD = {"mask_token_id", "mask_token", "target_layer_ids", "block_size"}
-_NEUTRAL = {"output_multiplier": 1.0, "input_embedding_scale": 1.0, "attention_value_scale": 1.0}
+_NEUTRAL = {
+    "output_multiplier": 1.0,
+    "input_embedding_scale": 1.0,
+    "attention_value_scale": 1.0,
+    "pure_draft_prefix_len": 1,
+}
 _STATIC_ROPE = {"default", "linear", "yarn", "llama3"}
 
 
@@ -247,7 +253,8 @@ def _refuse_other_kinds(raw: Mapping[str, Any], kind: str, kinds: Collection[str
             "rank); use a complete DFlash2 checkpoint"
         )
     architecture = (raw.get("architectures") or [None])[0]
-    if _KIND_OF_ARCHITECTURE.get(architecture) != kind:
+    wanted = PLAIN if kind == DOMINO else kind  # whose architecture Domino keeps
+    if _KIND_OF_ARCHITECTURE.get(architecture) != wanted:
         raise DrafterError(
             f"the checkpoint names the parts of a {kind} drafter and the architecture "
             f"{architecture}, which would be loaded without them; correct its architectures"
@@ -255,7 +262,8 @@ def _refuse_other_kinds(raw: Mapping[str, Any], kind: str, kinds: Collection[str
 
 
 def _refuse_foreign_parts(draft: Mapping[str, Any], kind: str) -> None:
-    known = _UNDERSTOOD | (_SELECTOR_PARTS if kind == SELECTOR else set())
+    parts = {SELECTOR: _SELECTOR_PARTS, DOMINO: _DOMINO_PARTS}
+    known = _UNDERSTOOD | parts.get(kind, set())
     for key, value in draft.items():
         if key in known or value is None or value is False or value == _NEUTRAL.get(key):
             continue

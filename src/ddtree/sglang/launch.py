@@ -15,6 +15,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from ddtree.drafter.config import (
     CONFIG_FILE,
+    DOMINO,
     PLAIN,
     SELECTOR,
     DFlashConfig,
@@ -127,7 +128,7 @@ def _read_drafter(args: Any) -> DFlashConfig:
 
     folder = download_from_hf(args.speculative_draft_model_path, allow_patterns=[CONFIG_FILE])
     try:
-        return DFlashConfig.read(folder, kinds=(PLAIN, SELECTOR))
+        return DFlashConfig.read(folder, kinds=(PLAIN, SELECTOR, DOMINO))
     except DrafterError as error:
         raise ValueError(f"DDTREE cannot use this drafter: {error}.") from None
 

@@ -43,7 +43,12 @@ from sglang.srt.speculative.spec_utils import (
 
 from ddtree.accept import Acceptance, accept_path
 from ddtree.budget import CHAIN, TREE, Arm
-from ddtree.conditional import ConditionalHead, SelectorHead, build_conditional_tree
+from ddtree.conditional import (
+    ConditionalHead,
+    DominoHead,
+    SelectorHead,
+    build_conditional_tree,
+)
 from ddtree.engine.calibrate import machine_costs
 from ddtree.sglang.choose import adjust_logits, choose_node_tokens, grammar_tree
 from ddtree.sglang.draft_model import keep_embedding_dtype
@@ -299,7 +304,10 @@ class DDTreeWorker(DFlashWorkerV2):
         ):
             forward_batch = self._draft_batch(batch, window, blocks)
             output = self.draft_model_runner.forward(forward_batch).logits_output
-        return output.hidden_states.view(*blocks.shape, -1)[:, 1:]
+        # Every slot predicts itself; a Domino drafter may predict the token after its slot.
+        first = 0 if self.draft_model.shift_label else 1
+        hidden = output.hidden_states.view(*blocks.shape, -1)
+        return hidden[:, first : first + self.block_size - 1]
 
     def _score(
         self, batch: ScheduleBatch, window: Window, root_tokens: torch.Tensor
@@ -310,11 +318,18 @@ class DDTreeWorker(DFlashWorkerV2):
             Logits [B, block - 1, V'] of this rank's part of the vocabulary, or conditional scores.
         """
         hidden = self._draft(batch, window, root_tokens)
-        if self.selector is None:
-            logits = self.vocabulary.head_logits(hidden.flatten(0, 1))
-            return logits.view(*hidden.shape[:2], -1)
-        tokens, scores = _selector_lattice(self.draft_model, hidden, root_tokens)
-        return SelectorHead(tokens, scores)
+        model = self.draft_model
+        if self.selector is not None:
+            return SelectorHead(*_selector_lattice(model, hidden, root_tokens))
+        logits = self.vocabulary.head_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+        if not self._is_domino:
+            return logits
+        return DominoHead(logits, hidden, model.prefix_gru, model.embed_proj, self._embedding)
+
+    @property
+    def _embedding(self) -> torch.nn.Module:
+        """The target's, which the drafter reads tokens with."""
+        return unwrap_lora_layer(self.target_worker.model_runner.model.get_input_embeddings())
 
     def _draft_batch(
         self, batch: ScheduleBatch, window: Window, blocks: torch.Tensor
@@ -322,8 +337,7 @@ class DDTreeWorker(DFlashWorkerV2):
         tokens = blocks.numel()
         host_lens = window.host_bound(self.block_size)
         positions = window.prefix_lens[:, None] + self._block_pos_offsets
-        embedding = unwrap_lora_layer(self.target_worker.model_runner.model.get_input_embeddings())
-        embeds = embedding(blocks).flatten(0, 1)
+        embeds = self._embedding(blocks).flatten(0, 1)
         if self._noise_embed_scale != 1.0:
             embeds = embeds * self._noise_embed_scale
         forward_batch = ForwardBatch(

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 from sglang.srt.mem_cache import allocation
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.speculative import domino_utils
 
 from ddtree.sglang.compat import replace_everywhere
 
@@ -77,6 +78,13 @@ def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.topk(scores, k, dim=-1)
 
 
+def admit_domino_runtime(**_checked: Any) -> None:
+    """Domino's parts on a CPU in any precision; SGLang admits its own rollout on CUDA in bf16.
+
+    The shapes it checks besides are the checkpoint's, which the loader has checked.
+    """
+
+
 def install_torch_operators() -> None:
     """Replace, in this process, the Triton launchers that a CPU server would otherwise reach."""
     replace_everywhere(allocation.assign_req_to_token_pool_func, assign_req_to_token_pool)
@@ -85,6 +93,7 @@ def install_torch_operators() -> None:
     import_module("sglang.srt.layers.moe.fused_moe_native")
     replace_everywhere(fused_moe.swiglu_gpt_oss_sigmoid_alpha, gpt_oss_swiglu)
     replace_everywhere(import_module("sglang.srt.models.dflash")._radix_topk, top_k)
+    replace_everywhere(domino_utils.validate_domino_runtime, admit_domino_runtime)
     _ignore_streams_of_cpu_tensors()
     _register_attention_backend()
 
