@@ -10,6 +10,10 @@ On a store of the target's own greedy responses (`ddtree train prepare`, or `ddt
 Every second document fits the temperatures, the others are scored. One JSON line per way and
 budget, with the paired 95 % bootstrap interval of its tau over best-first's.
 
+And inside a batch: `shared` gives the nodes of `_REQUESTS` requests to the most probable prefixes of
+all, instead of as many to each. Its tau is the mean over anchors of different documents, not a walk
+through them, and so is that of best-first, which it is compared with.
+
     python benchmarks/tree_placement.py --store DIR --out benchmarks/results/tree_placement.jsonl
 """
 
@@ -33,7 +37,9 @@ from ddtree.train.estimate import accepted_depths, draft_anchors, rounds_needed
 from ddtree.train.store import FeatureStore
 from ddtree.tree import build_tree
 
-BEST, SEEDED, TEMPERED = "best", "seeded", "tempered"
+BEST, SEEDED, TEMPERED, SHARED = "best", "seeded", "tempered", "shared"
+_REQUESTS = 8
+_DEEPEST_SHARE = 4  # one request is given at most this many times its own budget
 _TEMPERATURES = torch.linspace(0.6, 2.0, 15)
 # Anchors of a document that fit the temperatures: neighbours say almost the same.
 _FIT_EVERY = 8
@@ -70,6 +76,39 @@ class TemperatureFit:
     def best(self) -> Tensor:
         """float [depths]."""
         return _TEMPERATURES[self._loss.argmin(0)]
+
+
+class SharedNodes:
+    """Scores and accepted depths of the nodes at every anchor, best first."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget, self._scores, self._depths = budget, [], []
+
+    def add(self, logits: Tensor, labels: Tensor, roots: Tensor) -> None:
+        tree = build_tree(logits, roots, self._budget)
+        self._scores.append(tree.scores[:, 1:])
+        self._depths.append(accepted_depths(tree, labels)[:, 1:])
+
+    def record(self, budget: int) -> dict[str, Any]:
+        """Tau of batches of random anchors, and its ratio to each request's own `budget` nodes."""
+        generator = torch.Generator().manual_seed(0)
+        scores, depths = torch.cat(self._scores), torch.cat(self._depths)
+        batches = len(scores) // _REQUESTS
+        order = torch.randperm(len(scores), generator=generator)[: batches * _REQUESTS]
+        scores, depths = (x[order].view(batches, _REQUESTS, -1) for x in (scores, depths))
+        reach = scores[..., : budget * _DEEPEST_SHARE]
+        best = reach.flatten(1).topk(budget * _REQUESTS).indices
+        chosen = torch.zeros(reach.flatten(1).shape, dtype=torch.bool).scatter_(1, best, True)
+        shared = (depths[..., : reach.shape[2]] * chosen.view_as(reach)).amax(2).double() + 1
+        own = depths[..., :budget].amax(2).double() + 1
+        drawn = torch.randint(batches, (_RESAMPLES, batches), generator=generator)
+        ratios = shared.sum(1)[drawn].sum(1) / own.sum(1)[drawn].sum(1)
+        low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        return {
+            "way": SHARED, "budget": budget, "requests": _REQUESTS, "tau": float(shared.mean()),
+            "over_best": float(shared.mean() / own.mean()), "low": low, "high": high,
+            "anchors": int(shared.numel()),
+        }  # fmt: skip
 
 
 def accepted(
@@ -134,18 +173,20 @@ def main() -> None:
     cases = [(way, budget) for way in (BEST, SEEDED, TEMPERED) for budget in asked.budgets]
     rounds: dict[Any, list[int]] = {case: [] for case in cases}
     committed = []
+    shared = SharedNodes(max(asked.budgets) * _DEEPEST_SHARE)
     for index in chosen[::2]:
         lengths: dict[Any, list[int]] = {case: [] for case in cases}
         for logits, labels, roots in drafts(bound, model, documents, index):
             for case in cases:
                 lengths[case] += accepted(*case, logits, labels, roots, temperatures)
+            shared.add(logits, labels, roots)
         if lengths[cases[0]]:
             committed.append(len(lengths[cases[0]]))
             for case in cases:
                 rounds[case].append(rounds_needed(lengths[case]))
     with asked.out.open("w", encoding="utf-8") as out:
-        for way, budget in cases:
-            line = record(way, budget, rounds, committed)
+        lines = [record(way, budget, rounds, committed) for way, budget in cases]
+        for line in lines + [shared.record(budget) for budget in asked.budgets]:
             line |= {
                 "temperatures": temperatures.tolist(), "stores": [s.name for s in asked.store],
                 "torch": torch.__version__,
