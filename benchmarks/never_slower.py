@@ -1,6 +1,6 @@
 """Is `DDTREE_BUDGET=auto` ever slower than the best fixed way of decoding, or than plain?
 
-One server per mode: plain, DFLASH, DDTREE at fixed widths and at a chosen one, with the shipped and
+One server per mode: plain, DFLASH, DDTREE at fixed widths and at a chosen one, and at a chosen one
 with an untrained drafter. All are started first and sleep while they have nothing to do; then
 the modes take turns (A B C A B C ...) for every concurrency, so that a noisy machine disturbs all
 alike. One JSON line per mode, drafter and concurrency: the median and the quartiles of output
@@ -48,13 +48,13 @@ class Mode:
 
 
 def modes(drafters: dict[str, Path], widths: list[int], auto_width: int) -> list[Mode]:
-    """Plain decoding once, every other mode once per drafter."""
+    """Plain decoding; every mode with the shipped drafter; a chosen width with every drafter."""
     found = [Mode("plain", "", ())]
     for name, folder in drafters.items():
         draft = ("--speculative-draft-model-path", str(folder))
         tree = ("--speculative-algorithm", "DDTREE", *draft, "--speculative-num-draft-tokens")
-        found.append(Mode("dflash", name, ("--speculative-algorithm", "DFLASH", *draft)))
         if name == SHIPPED:
+            found.append(Mode("dflash", name, ("--speculative-algorithm", "DFLASH", *draft)))
             found += [Mode(f"tree{width}", name, (*tree, str(width))) for width in widths]
         chosen = (("DDTREE_BUDGET", AUTO),)
         found.append(Mode(AUTO, name, (*tree, str(auto_width)), chosen))
@@ -71,7 +71,7 @@ class Server:
         command = [
             *(sys.executable, "-c", _SGLANG, "serve", "--host", "127.0.0.1"),
             *("--port", str(self.port), "--model-path", str(target), "--dtype", "bfloat16"),
-            *("--context-length", "2048", "--max-total-tokens", "32768", "--sleep-on-idle"),
+            *("--context-length", "2048", "--max-total-tokens", "16384", "--sleep-on-idle"),
             *("--max-running-requests", str(running), "--enable-metrics", *mode.flags),
         ]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | dict(mode.environment)

@@ -10,9 +10,9 @@ On a store of the target's own greedy responses (`ddtree train prepare`, or `ddt
 Every second document fits the temperatures, the others are scored. One JSON line per way and
 budget, with the paired 95 % bootstrap interval of its tau over best-first's.
 
-And inside a batch: `shared` gives the nodes of `_REQUESTS` requests to the most probable prefixes of
-all, instead of as many to each. Its tau is the mean over anchors of different documents, not a walk
-through them, and so is that of best-first, which it is compared with.
+And inside a batch: `shared` gives the nodes of `_REQUESTS` requests to the most probable prefixes
+of all, instead of as many to each. Its tau is the mean over anchors of different documents, not a
+walk through them, and so is that of best-first, which it is compared with.
 
     python benchmarks/tree_placement.py --store DIR --out benchmarks/results/tree_placement.jsonl
 """

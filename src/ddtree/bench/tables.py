@@ -181,6 +181,44 @@ def _side_by_side(file: Path, part: str) -> str:
     return markdown_table(head, rows)
 
 
+def _never_slower(file: Path) -> str:
+    """Rates by concurrency, and auto's against the best of the others of its drafter."""
+    records = _records(file)
+    names = list(dict.fromkeys(r["mode"] for r in records if r["drafter"] != "untrained"))
+    head = [
+        "requests in flight",
+        "drafter",
+        *(f"{name}, tokens/s" for name in names),
+        "auto / best",
+    ]
+    rows = []
+    for auto in (r for r in records if "over_best" in r):
+        rates = {
+            r["mode"]: f"{r['median']:.1f}"
+            for r in records
+            if r["concurrency"] == auto["concurrency"] and r["drafter"] in ("", auto["drafter"])
+        }
+        shown = [rates.get(name, "") for name in names]
+        rows.append([str(auto["concurrency"]), auto["drafter"], *shown, f"{auto['over_best']:.2f}"])
+    return markdown_table(head, rows)
+
+
+def _placement(file: Path) -> str:
+    """Tau of every way to spend a budget, and its ratio to best-first's with its interval."""
+    records = _records(file)
+    budgets = list(dict.fromkeys(r["budget"] for r in records))
+    rows = []
+    for way in dict.fromkeys(r["way"] for r in records):
+        found = {r["budget"]: r for r in records if r["way"] == way}
+        rows.append([way, *(_over_best(found[budget]) for budget in budgets)])
+    return markdown_table(["", *(f"budget {b}" for b in budgets)], rows)
+
+
+def _over_best(one: dict[str, Any]) -> str:
+    ratio, low, high = (f"{one[key]:.3f}" for key in ("over_best", "low", "high"))
+    return f"{one['tau']:.2f}: {ratio} ({low}\u2013{high})"
+
+
 KINDS: dict[str, Callable[..., str]] = {
     "bench": _bench,
     "speedup": _speedup,
@@ -189,4 +227,6 @@ KINDS: dict[str, Callable[..., str]] = {
     "tree-build": _tree_build,
     "cpu-linear": _cpu_linear,
     "side-by-side": _side_by_side,
+    "never-slower": _never_slower,
+    "placement": _placement,
 }
