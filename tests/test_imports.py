@@ -13,7 +13,8 @@ import pytest
 import ddtree
 
 PACKAGE = Path(ddtree.__file__).parent
-CORE = {"tree", "tree_cuda", "conditional", "accept", "mask", "budget", "metrics", "cpu_linear"}
+CORE = {"tree", "tree_cuda", "conditional", "constrained", "accept", "mask", "budget", "metrics",
+        "cpu_linear"}  # fmt: skip
 # What each part may import from the package; every part may import itself.
 ALLOWED = {
     "core": {"core"},

@@ -21,6 +21,7 @@ largest maxima.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -99,6 +100,23 @@ class DraftTree:
             scores=self.scores[:, :width],
             valid=self.valid[:, :width],
             max_depth=min(self.max_depth, width - 1),
+        )
+
+    def with_rows(self, rows: list[int], trees: Sequence[DraftTree]) -> DraftTree:
+        """The batch with other trees of the same width, of batch 1, in some of its rows."""
+        index = torch.tensor(rows, device=self.tokens.device)
+
+        def field(name: str) -> Tensor:
+            new = torch.cat([getattr(tree, name) for tree in trees])
+            return getattr(self, name).index_copy(0, index, new.to(index.device))
+
+        return DraftTree(
+            tokens=field("tokens"),
+            parents=field("parents"),
+            depths=field("depths"),
+            scores=field("scores"),
+            valid=field("valid"),
+            max_depth=max(self.max_depth, *(tree.max_depth for tree in trees)),
         )
 
     def to(self, device: torch.device | str) -> DraftTree:

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.sampler import Sampler, apply_custom_logit_processor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils.async_probe import sanitize_nan_logits
-
-from ddtree.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -93,20 +90,3 @@ def choose_node_tokens(
     probs = torch.softmax(logits.float() / rule.temperatures, dim=-1)
     tokens, _ = sampler._sample_from_probs(probs, rule, positions, rule.unfiltered)
     return tokens.to(torch.int64).view(-1, width)
-
-
-def grammar_tree(tree: DraftTree) -> GrammarTree:
-    """SGLang's first-child / next-sibling form of a batch of trees, copied to the host."""
-    nodes = torch.arange(tree.width, device=tree.tokens.device)
-    child = tree.parents[:, None, :] == nodes[:, None]  # [B, parent, child]
-    sibling = (tree.parents[:, :, None] == tree.parents[:, None, :]) & (nodes > nodes[:, None])
-    sibling &= tree.valid[:, :, None] & tree.valid[:, None, :]
-    sibling[:, 0] = False
-    child &= tree.valid[:, None, :]
-    return GrammarTree.from_device(_first(child), _first(sibling), tree.tokens)
-
-
-def _first(candidates: torch.Tensor) -> torch.Tensor:
-    """Index of the first True along the last axis, -1 where there is none: int64."""
-    index = candidates.to(torch.uint8).argmax(-1)
-    return torch.where(candidates.any(-1), index, -1)

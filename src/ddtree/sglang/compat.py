@@ -25,6 +25,16 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     ),
     "sglang.srt.configs.hybrid_arch:mambaish_config": (),
     "sglang.srt.configs.model_config:ModelConfig.from_server_args": ("server_args",),
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.accept_token": ("token",),
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.allocate_vocab_mask": (
+        "vocab_size", "batch_size", "device",
+    ),
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask": (
+        "vocab_mask", "idx",
+    ),
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.is_terminated": (),
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.rollback": ("k",),
+    "sglang.srt.constrained.base_grammar_backend:GrammarMask": ("grammar", "vocab_mask"),
     "sglang.srt.layers.attention.base_attn_backend:AttentionBackend": (),
     "sglang.srt.layers.linear:LinearBase": (),
     "sglang.srt.layers.logits_processor:LogitsProcessor.is_deferred_shard": (),
@@ -158,12 +168,6 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.speculative.spec_tp_sync:SpecTpSync.sync": (),
     "sglang.srt.speculative.spec_tp_sync:SpecTpSyncSite.DFLASH_ACCEPT_GREEDY": (),
     "sglang.srt.speculative.spec_tp_sync:SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE": (),
-    "sglang.srt.speculative.spec_utils:GrammarTree.from_device": (
-        "retrieve_next_token", "retrieve_next_sibling", "draft_token",
-    ),
-    "sglang.srt.speculative.spec_utils:build_grammar_vocab_mask": (
-        "reqs", "tree", "sampling_info", "device", "barrier",
-    ),
     "sglang.srt.speculative.spec_utils:draft_tp_context": ("layout",),
     "sglang.srt.utils.async_probe:sanitize_nan_logits": (),
     "sglang.srt.utils.hf_transformers_utils:download_from_hf": (),

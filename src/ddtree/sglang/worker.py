@@ -35,11 +35,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _selector_lattice
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
-from sglang.srt.speculative.spec_utils import (
-    GrammarTree,
-    build_grammar_vocab_mask,
-    draft_tp_context,
-)
+from sglang.srt.speculative.spec_utils import draft_tp_context
 
 from ddtree.accept import Acceptance, accept_path
 from ddtree.budget import CHAIN, TREE, Arm
@@ -50,8 +46,9 @@ from ddtree.conditional import (
     build_conditional_tree,
 )
 from ddtree.engine.calibrate import machine_costs
-from ddtree.sglang.choose import adjust_logits, choose_node_tokens, grammar_tree
+from ddtree.sglang.choose import adjust_logits, choose_node_tokens
 from ddtree.sglang.draft_model import keep_embedding_dtype
+from ddtree.sglang.grammar import NodeMasks, constrain
 from ddtree.sglang.observe import RoundLog
 from ddtree.sglang.penalties import PathPenalties
 from ddtree.sglang.settings import AUTO, Settings
@@ -209,14 +206,14 @@ class DDTreeWorker(DFlashWorkerV2):
             scores = self._score(batch, window, root_tokens) if arm.drafts else None
         with stage("build"):
             built = self._build(arm, scores, root_tokens)
+            masks = None
+            if batch.has_grammar:
+                built, masks = self._constrain(batch, built, arm, scores, grammar_barrier)
             tree = built if arm.width >= built.width else built.first(arm.width)
-        # Its copy to the host overlaps the target's forward.
-        grammars = grammar_tree(tree) if batch.has_grammar else None
         with stage("verify"):
             verified = self._verify(batch, window, tree)
         with stage("accept"):
-            mask = self._grammar_mask(batch, grammars, grammar_barrier)
-            chosen = self._choose(batch, window, tree, verified.logits_output, mask)
+            chosen = self._choose(batch, window, tree, verified.logits_output, masks)
             acceptance = accept_path(tree, chosen)
             new_seq_lens = window.prefix_lens + acceptance.lengths
         if on_publish is not None:
@@ -261,6 +258,23 @@ class DDTreeWorker(DFlashWorkerV2):
             root_tokens,
             budget,
             chain_seed=self.settings.chain_seed,
+        )
+
+    def _constrain(
+        self,
+        batch: ScheduleBatch,
+        tree: DraftTree,
+        arm: Arm,
+        scores: torch.Tensor | ConditionalHead | None,
+        barrier: Callable[[], None] | None,
+    ) -> tuple[DraftTree, NodeMasks]:
+        """The batch's trees within its requests' grammars, and what these allow at each node."""
+        if barrier is not None:
+            barrier()  # the matchers read the tokens of the round before
+        # Otherwise the mask that is left from the prefill could be applied again.
+        batch.sampling_info.grammar_mask = None
+        return constrain(
+            tree, batch.reqs, scores, self.vocabulary, self._vocab, chain=arm.kind == CHAIN
         )
 
     def _open_window(self, batch: ScheduleBatch) -> Window:
@@ -408,36 +422,20 @@ class DDTreeWorker(DFlashWorkerV2):
             output.next_token_logits = processor.finish_deferred_gather(output.next_token_logits)
         return output.next_token_logits
 
-    def _grammar_mask(
-        self,
-        batch: ScheduleBatch,
-        grammars: GrammarTree | None,
-        barrier: Callable[[], None] | None,
-    ) -> Any | None:
-        """What each request's grammar allows at each node; host work that overlaps the verify."""
-        if grammars is None:
-            return None
-        return build_grammar_vocab_mask(
-            reqs=batch.reqs,
-            tree=grammars,
-            sampling_info=batch.sampling_info,
-            device=self.device,
-            barrier=barrier,
-        )
-
     def _choose(
         self,
         batch: ScheduleBatch,
         window: Window,
         tree: DraftTree,
         output: LogitsProcessorOutput,
-        grammar_mask: Any | None,
+        masks: NodeMasks | None,
     ) -> torch.Tensor:
         """The target's token at every node, int64 [B, N], the same on every rank."""
         logits = self._full_logits(output)
         info = batch.sampling_info
         self.penalties.apply(batch, tree, logits)
-        adjust_logits(logits, info, tree.width, grammar_mask)
+        mask = None if masks is None else masks.first(tree.width, self.device)
+        adjust_logits(logits, info, tree.width, mask)
         positions = tree.positions(window.prefix_lens).flatten()
         sampler = self.target_worker.model_runner.sampler
         chosen = choose_node_tokens(logits, info, positions, tree.width, sampler)
