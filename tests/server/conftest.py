@@ -23,7 +23,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ START_SECONDS = 300
 _SGLANG_COMMAND = "from sglang.cli.main import main; main()"
 # One thread per process: two of these tests' servers share two cores, and OpenMP threads that spin
 # for each other are much slower than one.
+# Processors may read the output so far, which the host knows only without overlap scheduling.
+IN_STEP = ("--disable-overlap-schedule", "--enable-custom-logit-processor")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -216,6 +218,10 @@ class TinyModels:
             *extra,
         )
 
+    def exact_plain(self) -> tuple[str, ...]:
+        """Where penalties and processors see all of the output: without overlap scheduling."""
+        return self.plain(*IN_STEP)
+
     def ddtree(self, width: int, *extra: str) -> tuple[str, ...]:
         return self.plain(
             *("--speculative-algorithm", "DDTREE"),
@@ -229,6 +235,54 @@ class TinyModels:
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     folder = tmp_path_factory.mktemp("tiny")
     return TinyModels(tiny.write_target(folder / "target"), tiny.write_drafter(folder / "drafter"))
+
+
+@pytest.fixture(scope="session")
+def drafter(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped drafter, or an untrained one where none is shipped yet."""
+    from transformers import AutoModelForCausalLM
+
+    from ddtree.drafter import random_drafter, save_drafter
+    from ddtree.drafter.shipped import shipped_drafter
+
+    shipped = shipped_drafter()
+    if shipped is not None:
+        return Path(shipped)
+    bound = random_drafter(AutoModelForCausalLM.from_pretrained(smollm2), block_size=8)
+    folder = tmp_path_factory.mktemp("drafter")
+    save_drafter(bound.model, bound.config, folder)
+    return folder
+
+
+def default_arguments(target: Path, *extra: str, dtype: str = "float32") -> tuple[str, ...]:
+    """How the default target is served."""
+    return (
+        *("--model-path", str(target), "--dtype", dtype, "--context-length", "2048"),
+        *("--max-total-tokens", "8192", "--max-running-requests", "8", "--enable-metrics"),
+        *extra,
+    )
+
+
+@pytest.fixture(scope="session")
+def default_plain(servers: ServerPool, smollm2: Path) -> Server:
+    return servers.get(*default_arguments(smollm2))
+
+
+@pytest.fixture(scope="session")
+def ddtree_at(servers: ServerPool, smollm2: Path, drafter: Path) -> Callable[..., Server]:
+    """A DDTREE server of a width and dtype."""
+
+    def get(width: int, dtype: str = "float32") -> Server:
+        tree = ("--speculative-algorithm", "DDTREE", "--speculative-num-draft-tokens", str(width))
+        files = ("--speculative-draft-model-path", str(drafter))
+        return servers.get(*default_arguments(smollm2, *tree, *files, dtype=dtype))
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def default_ddtree(ddtree_at: Callable[..., Server]) -> Server:
+    return ddtree_at(17)
 
 
 def tiny_requests(count: int, seed: int = 0, **parameters: Any) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ def any_width(servers: ServerPool, tiny_models: TinyModels) -> Server:
 
 @pytest.fixture(scope="module")
 def exact_plain(servers: ServerPool, tiny_models: TinyModels) -> Server:
-    return servers.get(*tiny_models.plain("--disable-overlap-schedule"))
+    return servers.get(*tiny_models.exact_plain())
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 
 from conftest import read_jsonl
 
-from .conftest import Server, ServerPool, outcome, rounds_by_arm
+from .conftest import Server, ServerPool, default_arguments, outcome, rounds_by_arm
 
 pytestmark = pytest.mark.timeout(900)
 # Separates rounding from faults for this target (docs/structure.md, "Losslessness").
@@ -25,57 +24,20 @@ REGRET = 0.25
 
 
 @pytest.fixture(scope="session")
-def drafter(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped drafter, or an untrained one where none is shipped yet."""
-    from transformers import AutoModelForCausalLM
-
-    from ddtree.drafter import random_drafter, save_drafter
-    from ddtree.drafter.shipped import shipped_drafter
-
-    shipped = shipped_drafter()
-    if shipped is not None:
-        return Path(shipped)
-    bound = random_drafter(AutoModelForCausalLM.from_pretrained(smollm2), block_size=8)
-    folder = tmp_path_factory.mktemp("drafter")
-    save_drafter(bound.model, bound.config, folder)
-    return folder
-
-
-def _arguments(target: Path, *extra: str, dtype: str = "float32") -> tuple[str, ...]:
-    return (
-        *("--model-path", str(target), "--dtype", dtype, "--context-length", "2048"),
-        *("--max-total-tokens", "8192", "--max-running-requests", "8", "--enable-metrics"),
-        *extra,
-    )
+def plain(default_plain: Server) -> Server:
+    return default_plain
 
 
 @pytest.fixture(scope="session")
-def plain(servers: ServerPool, smollm2: Path) -> Server:
-    return servers.get(*_arguments(smollm2))
-
-
-@pytest.fixture(scope="session")
-def ddtree_at(servers: ServerPool, smollm2: Path, drafter: Path) -> Callable[..., Server]:
-    """A DDTREE server of a width and dtype."""
-
-    def get(width: int, dtype: str = "float32") -> Server:
-        tree = ("--speculative-algorithm", "DDTREE", "--speculative-num-draft-tokens", str(width))
-        files = ("--speculative-draft-model-path", str(drafter))
-        return servers.get(*_arguments(smollm2, *tree, *files, dtype=dtype))
-
-    return get
-
-
-@pytest.fixture(scope="session")
-def ddtree(ddtree_at) -> Server:
-    return ddtree_at(17)
+def ddtree(default_ddtree: Server) -> Server:
+    return default_ddtree
 
 
 @pytest.fixture(scope="session")
 def auto(servers: ServerPool, smollm2: Path, drafter: Path) -> Server:
     """The controller itself, with room for trees of 33."""
     return servers.get(
-        *_arguments(
+        *default_arguments(
             smollm2,
             *("--speculative-algorithm", "DDTREE", "--speculative-num-draft-tokens", "33"),
             *("--speculative-draft-model-path", str(drafter)),

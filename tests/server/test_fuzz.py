@@ -105,7 +105,7 @@ def test_five_hundred_random_requests(servers: ServerPool, tiny_models: TinyMode
     prefixes = [[], *([rng.randrange(3, 23) for _ in range(n)] for n in (5, 33, 64))]
     requests = [random_request(rng, prefixes) for _ in range(REQUESTS)]
     # Under overlap scheduling the plain server's penalties lag one token behind its output.
-    plain = send_all(servers.get(*tiny_models.plain("--disable-overlap-schedule")), requests)
+    plain = send_all(servers.get(*tiny_models.exact_plain()), requests)
     ours = send_all(servers.get(*tiny_models.ddtree(33)), requests)
     for request, answers, references in zip(requests, ours, plain, strict=True):
         assert len(answers) == len(references)

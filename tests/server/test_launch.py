@@ -97,6 +97,11 @@ def test_widths_and_backends_follow_from_the_drafter(
         (("--enable-two-batch-overlap",), "two-batch overlap"),
         (("--speculative-use-rejection-sampling",), "rejection sampling"),
         (("--speculative-draft-window-size", "512"), "draft window"),
+        (("--enable-streaming-session",), "streaming sessions"),
+        (("--grammar-backend", "outlines"), "grammars that cannot step back"),
+        (("--rl-on-policy-target", "fsdp"), "on-policy sampling"),
+        (("--enable-custom-logit-processor",), "add --disable-overlap-schedule"),
+        (("--enable-deterministic-inference",), "deterministic"),
     ],
 )
 def test_refusals(
@@ -159,6 +164,19 @@ def test_refused_targets(
     target = families.write_family(tmp_path / family, family)
     arguments = TinyModels(target, tiny_models.drafter).ddtree(9, *extra)
     assert says in launch.resolve(*arguments)["error"]
+
+
+def test_a_target_that_takes_images_is_refused(
+    launch: LaunchProbe, tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    from transformers import Qwen2VLConfig
+
+    text = json.loads((tiny_models.target / "config.json").read_text())
+    sizes = {key: value for key, value in text.items() if isinstance(value, int)}
+    config = Qwen2VLConfig(text_config=sizes, architectures=["Qwen2VLForConditionalGeneration"])
+    config.save_pretrained(tmp_path / "target")
+    arguments = TinyModels(tmp_path / "target", tiny_models.drafter).ddtree(9)
+    assert "takes more than text" in launch.resolve(*arguments)["error"]
 
 
 def test_the_algorithm_is_not_there_when_the_plugin_is_left_out(tiny_models: TinyModels) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
 import pytest
 
 from . import tiny
-from .conftest import Server, ServerPool, TinyModels, outcome, tiny_requests
+from .conftest import IN_STEP, Server, ServerPool, TinyModels, outcome, tiny_requests
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -21,7 +22,7 @@ def plain(servers: ServerPool, tiny_models: TinyModels) -> Server:
 @pytest.fixture(scope="module")
 def exact_plain(servers: ServerPool, tiny_models: TinyModels) -> Server:
     """Under overlap scheduling the plain server's penalties lag one token behind its output."""
-    return servers.get(*tiny_models.plain("--disable-overlap-schedule"))
+    return servers.get(*tiny_models.exact_plain())
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +140,68 @@ def test_tokens_with_special_ids_are_ordinary_output(plain: Server, ddtree: Serv
     assert said[0] > 5
     assert said[tiny.MASK_TOKEN_ID] > 5
     assert [outcome(a) for a in ddtree.generate_all(requests)] == wanted
+
+
+def test_n_answers_of_a_greedy_request_are_the_same_answer(plain: Server, ddtree: Server) -> None:
+    requests = [request for request in tiny_requests(6, seed=15)]
+    wanted = [outcome(a) for a in plain.generate_all(requests)]
+    for request, one in zip(requests, wanted, strict=True):
+        request["sampling_params"]["n"] = 3
+        answers: Any = ddtree.generate(request)
+        assert [outcome(answer) for answer in answers] == [one] * 3
+
+
+def test_sessions_continue_where_they_were(plain: Server, ddtree: Server) -> None:
+    """Three turns of a session; the third one branches off from the first."""
+    said = []
+    for server in (plain, ddtree):
+        session = json.loads(server.post("/open_session", {"capacity_of_str_len": 2000}))
+        answers = []
+        for turn, request in enumerate(tiny_requests(3, seed=16, max_new_tokens=40)):
+            place = {"id": session}
+            if answers:
+                place["rid"] = answers[0 if turn == 2 else -1]["meta_info"]["id"]
+            answers.append(server.generate(request | {"session_params": place}))
+        server.post("/close_session", {"session_id": session})
+        said.append([(outcome(a), a["meta_info"]["prompt_tokens"]) for a in answers])
+    assert said[1] == said[0]
+    assert said[0][1][1] > said[0][0][1] + len(said[0][0][0][0]), "the turn before was not kept"
+
+
+# Sent by value, as a client's own script sends its processor: the server has no such module.
+PROCESSORS = """
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+class OnlyEven(CustomLogitProcessor):
+    "Knows no more than its parameters."
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in enumerate(custom_param_list):
+            logits[row, params["first"] :: 2] = float("-inf")
+        return logits
+
+class NoRecentToken(CustomLogitProcessor):
+    "Reads its request's output: a token may not come again within three."
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in enumerate(custom_param_list):
+            logits[row, list(params["__req__"].output_ids[-3:])] = float("-inf")
+        return logits
+"""
+
+
+@pytest.mark.parametrize("name", ["OnlyEven", "NoRecentToken"])
+def test_custom_logit_processors_see_the_path_to_the_node(
+    exact_plain: Server, servers: ServerPool, tiny_models: TinyModels, name: str
+) -> None:
+    script: dict[str, Any] = {"__name__": "__main__"}
+    exec(PROCESSORS, script)
+    custom = {"custom_logit_processor": script[name].to_str()}
+    requests = [
+        request | custom for request in tiny_requests(8, seed=17, custom_params={"first": 1})
+    ]
+    wanted = [outcome(a) for a in exact_plain.generate_all(requests)]
+    tokens = [token for ids, *_ in wanted for token in ids]
+    assert tokens if name == "NoRecentToken" else not any(token % 2 for token in tokens)
+    server = servers.get(*tiny_models.ddtree(17, *IN_STEP))
+    assert [outcome(a) for a in server.generate_all(requests)] == wanted
+    mixed = requests + tiny_requests(8, seed=18)
+    assert [outcome(a) for a in server.generate_all(mixed, at_once=8, seed=7)][:8] == wanted

@@ -6,6 +6,7 @@ assert that paths longer than the root were accepted, so that they cannot pass b
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import gzip
 import http.client
@@ -17,8 +18,12 @@ from typing import Any
 
 import pytest
 
-from .conftest import Server, ServerPool, TinyModels, outcome, tiny_requests
+from .conftest import IN_STEP, Server, ServerPool, TinyModels, outcome, tiny_requests
 
+SMALL_POOL = (
+    *("--max-total-tokens", "640", "--chunked-prefill-size", "128"),
+    "--enable-priority-scheduling",
+)
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -34,7 +39,7 @@ def mean_accept_length(answers: list[dict[str, Any]]) -> float:
         pytest.param((33, ()), id="width33"),
         pytest.param((9, ("--page-size", "16")), id="width9-page16"),
         pytest.param((2, ("--chunked-prefill-size", "64")), id="width2-chunk64"),
-        pytest.param((17, ("--disable-overlap-schedule",)), id="width17-no-overlap"),
+        pytest.param((17, IN_STEP), id="width17-no-overlap"),
         pytest.param((17, ("--disable-radix-cache",)), id="width17-no-radix"),
     ],
     scope="module",
@@ -58,14 +63,36 @@ def test_many_at_once_in_random_order(ddtree: Server, plain_answers: dict[str, l
 def test_a_pool_so_small_that_requests_are_retracted(
     servers: ServerPool, tiny_models: TinyModels, plain_answers: dict[str, list[Any]]
 ) -> None:
-    server = servers.get(
-        *tiny_models.ddtree(17, "--max-total-tokens", "640", "--chunked-prefill-size", "128")
-    )
+    server = servers.get(*tiny_models.ddtree(17, *SMALL_POOL))
     requests = tiny_requests(40)
     answers = server.generate_all(requests, at_once=16, seed=2)
     assert [outcome(a) for a in answers] == plain_answers["greedy"]
     retractions = sum(a["meta_info"].get("num_retractions", 0) for a in answers)
     assert retractions > 0, "the pool was large enough after all; this test showed nothing"
+
+
+def test_priorities_preempt_and_change_no_text(
+    servers: ServerPool, tiny_models: TinyModels, plain_answers: dict[str, list[Any]]
+) -> None:
+    """Urgent requests overtake a crowd that fills the server; what is pushed out is resumed."""
+    server = servers.get(*tiny_models.ddtree(17, *SMALL_POOL))
+    requests = tiny_requests(40)
+    order = sorted(range(40), key=lambda i: -requests[i]["sampling_params"]["max_new_tokens"])
+    crowd, urgent = order[:24], order[24:32]
+    done: list[int] = []
+
+    def ask(index: int) -> Any:
+        priority = 100 if index in urgent else 0
+        answer = server.generate(requests[index] | {"priority": priority})
+        done.append(index)
+        return outcome(answer)
+
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        answers = dict(zip(crowd + urgent, pool.map(ask, crowd + urgent), strict=True))
+    assert [answers[i] for i in crowd + urgent] == [
+        plain_answers["greedy"][i] for i in crowd + urgent
+    ]
+    assert set(done[-8:]) <= set(crowd), "urgent requests were left to the end"
 
 
 def test_a_second_turn_that_reuses_the_first_turns_prefix(

@@ -7,12 +7,15 @@ request, so that a tree changes no distribution.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from sglang.srt.layers.sampler import Sampler, apply_custom_logit_processor
+from sglang.srt.constrained.base_grammar_backend import GrammarMask
+from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.async_probe import sanitize_nan_logits
+
+from ddtree.sglang.processors import apply_processors
+from ddtree.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,12 @@ class NodeSampling:
 
 
 def adjust_logits(
-    logits: torch.Tensor, info: SamplingBatchInfo | None, width: int, grammar_mask: Any | None
+    logits: torch.Tensor,
+    info: SamplingBatchInfo | None,
+    tree: DraftTree,
+    grammar_mask: GrammarMask | None,
 ) -> None:
-    """Apply grammar, bias and custom processors to logits [B * width, V], in place.
+    """Apply grammar, bias and custom processors to logits [B * N, V], in place.
 
     In the plain server's order: grammar mask, logit bias, custom processors, NaN guard.
     """
@@ -63,10 +69,10 @@ def adjust_logits(
         grammar_mask.apply(logits)
     if info is not None:
         if info.logit_bias is not None:
-            by_request = logits.view(len(info), width, -1)
+            by_request = logits.view(*tree.tokens.shape, -1)
             by_request.add_(info.logit_bias[:, None].to(logits.dtype))
         if info.has_custom_logit_processor:
-            apply_custom_logit_processor(logits, info, num_tokens_in_batch=width)
+            apply_processors(logits, info, tree)
     sanitize_nan_logits(logits, "DDTREE: verify logits")
 
 

@@ -49,9 +49,6 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.layers.sampler:Sampler._sample_from_probs": (
         "probs", "sampling_info", "positions", "simple_sampling_case",
     ),
-    "sglang.srt.layers.sampler:apply_custom_logit_processor": (
-        "logits", "sampling_batch_info", "num_tokens_in_batch",
-    ),
     "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding": (),
     "sglang.srt.layers.moe.fused_moe_native:moe_forward_native": (),
     "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe:swiglu_gpt_oss_sigmoid_alpha": (
@@ -114,10 +111,12 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.platforms.interface:SRTPlatform": (),
     "sglang.srt.runtime_context:get_parallel": (),
     "sglang.srt.runtime_context:get_spec": (),
+    "sglang.srt.sampling.sampling_batch_info:ProcessorEntry": ("processor", "rows", "indices"),
     "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": (
         "temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "is_all_greedy",
         "need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling", "logit_bias",
-        "has_custom_logit_processor", "penalizer_orchestrator", "acc_additive_penalties",
+        "has_custom_logit_processor", "custom_logit_processor", "custom_params",
+        "penalizer_orchestrator", "acc_additive_penalties",
         "acc_scaling_penalties",
     ),
     "sglang.srt.speculative.dflash_info:DFlashVerifyInput": (

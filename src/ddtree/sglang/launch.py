@@ -78,11 +78,21 @@ def _refuse_unsupported(args: Any) -> None:
         "block verification (--speculative-use-block-verification)": (
             args.speculative_use_block_verification
         ),
+        "streaming sessions (--enable-streaming-session)": args.enable_streaming_session,
+        "grammars that cannot step back (--grammar-backend outlines)": (
+            args.grammar_backend == "outlines"
+        ),
+        "on-policy sampling (--rl-on-policy-target)": args.rl_on_policy_target is not None,
         "sampling masks under watermarks (--enable-watermark)": args.enable_watermark,
     }
     for feature, asked in refusals.items():
         if asked:
             raise ValueError(f"DDTREE does not support {feature}; leave it out.")
+    if args.enable_custom_logit_processor and not args.disable_overlap_schedule:
+        raise ValueError(
+            "Custom logit processors (--enable-custom-logit-processor) may read the output so far, "
+            "which the host does not know under overlap scheduling; add --disable-overlap-schedule."
+        )
     if args.speculative_draft_model_path is None:
         raise ValueError(
             "DDTREE needs a DFlash drafter; name one with --speculative-draft-model-path."
@@ -135,6 +145,12 @@ def _read_drafter(args: Any) -> DFlashConfig:
 
 def _check_pair(drafter: DFlashConfig, target: ModelConfig) -> None:
     """Refuse a drafter made for another target, and targets a tree cannot be verified on."""
+    if target.is_multimodal:
+        raise ValueError(
+            f"This target is a {target.hf_config.model_type}, which takes more than text, and "
+            "DDTREE verifies trees of text; leave --speculative-algorithm out, or serve a text-only "
+            "target."
+        )
     theirs = target.hf_text_config
     rope = read_rope_parameters(
         {**theirs.to_dict(), "rope_theta": getattr(theirs, "rope_theta", None)}

@@ -435,7 +435,7 @@ class DDTreeWorker(DFlashWorkerV2):
         info = batch.sampling_info
         self.penalties.apply(batch, tree, logits)
         mask = None if masks is None else masks.first(tree.width, self.device)
-        adjust_logits(logits, info, tree.width, mask)
+        adjust_logits(logits, info, tree, mask)
         positions = tree.positions(window.prefix_lens).flatten()
         sampler = self.target_worker.model_runner.sampler
         chosen = choose_node_tokens(logits, info, positions, tree.width, sampler)

@@ -1,0 +1,143 @@
+"""Grammars on trees: every answer is in the language, and is the plain server's.
+
+CI asks a few topics of each grammar; `--slow` asks 25, which makes 200 generations.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from .conftest import Server, outcome
+
+pytestmark = pytest.mark.timeout(900)
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 1, "maximum": 99},
+        "job": {"enum": ["farmer", "teacher", "engineer"]},
+    },
+    "required": ["name", "age", "job"],
+    "additionalProperties": False,
+}
+SCORES = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]},
+    "minItems": 1,
+    "maxItems": 2,
+}
+CALL = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 10}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+COLOURS = r"(red|green|blue)(, (red|green|blue)){3}"
+DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
+# Each with a pattern of its own for what it stands for.
+SUM = ('root ::= number (" + " number){1,3} " = " number\nnumber ::= [1-9] [0-9]?',
+       r"[1-9][0-9]?( \+ [1-9][0-9]?){1,3} = [1-9][0-9]?")  # fmt: skip
+VERDICT = ('root ::= "yes" | "no, " [a-z]{1,8} "."', r"yes|no, [a-z]{1,8}\.")
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<call>",
+        "content": {"type": "json_schema", "json_schema": CALL},
+        "end": "</call>",
+    },
+}
+TRIGGERED_TAG = {  # in the form of SGLang's older clients
+    "structures": [{"begin": "<weather>", "schema": CALL, "end": "</weather>"}],
+    "triggers": ["<weather>"],
+    "at_least_one": True,
+}
+
+TOPICS = (
+    "a farmer in Norway", "the sky", "your favourite colours", "Paris", "a cat on a roof",
+    "the sum of two and three", "a wedding in May", "the moon landing", "bread", "a teacher",
+    "Marie Curie", "a train to Oslo", "the weather", "a school day", "chess", "gold", "rain",
+    "an engineer who sings", "the year 1999", "a broken clock", "Lima", "tea", "a red house",
+    "my neighbour", "a long walk",
+)  # fmt: skip
+
+
+def is_json(text: str, schema: dict[str, Any]) -> bool:
+    import jsonschema
+
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def is_tagged(text: str, name: str) -> bool:
+    """Whether the text holds one call or more, all well-formed."""
+    calls = re.findall(f"<{name}>(.*?)</{name}>", text, re.DOTALL)
+    return len(calls) == text.count(f"<{name}>") > 0 and all(is_json(c, CALL) for c in calls)
+
+
+GRAMMARS = {
+    "json-person": ({"json_schema": json.dumps(PERSON)}, lambda text: is_json(text, PERSON)),
+    "json-array": ({"json_schema": json.dumps(SCORES)}, lambda text: is_json(text, SCORES)),
+    "regex-colours": ({"regex": COLOURS}, re.compile(COLOURS).fullmatch),
+    "regex-date": ({"regex": DATE}, re.compile(DATE).fullmatch),
+    "ebnf-sum": ({"ebnf": SUM[0]}, re.compile(SUM[1]).fullmatch),
+    "ebnf-verdict": ({"ebnf": VERDICT[0]}, re.compile(VERDICT[1]).fullmatch),
+    "tag": ({"structural_tag": json.dumps(TAG)}, lambda text: is_tagged(text, "call")),
+    "tag-triggered": (
+        {"structural_tag": json.dumps(TRIGGERED_TAG)},
+        lambda text: is_tagged(text, "weather"),
+    ),
+}
+
+
+def requests_under(grammar: dict[str, str], topics: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [
+        {
+            "text": f"<|im_start|>user\nTell me about {topic}.<|im_end|>\n<|im_start|>assistant\n",
+            "sampling_params": {"temperature": 0, "max_new_tokens": 40} | grammar,
+        }
+        for topic in topics
+    ]
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "ebnf", "tag"])
+def test_generations_under_grammars(
+    default_plain: Server, default_ddtree: Server, kind: str, request: pytest.FixtureRequest
+) -> None:
+    """Valid where they ended by themselves, and in any case what the plain server says.
+
+    Requests with different grammars and none share the batches.
+    """
+    topics = TOPICS if request.config.getoption("--slow") else TOPICS[:3]
+    asked = [
+        (one, valid)
+        for name, (grammar, valid) in GRAMMARS.items()
+        if name.startswith(kind)
+        for one in requests_under(grammar, topics)
+    ]
+    requests = [one for one, _ in asked] + requests_under({}, TOPICS[:2])
+    wanted = default_plain.generate_all(requests, at_once=8)
+    answers = default_ddtree.generate_all(requests, at_once=8, seed=3)
+    assert [(a["text"], outcome(a)) for a in answers] == [(a["text"], outcome(a)) for a in wanted]
+    ended = 0
+    for (_, valid), answer in zip(asked, answers, strict=False):
+        if answer["meta_info"]["finish_reason"]["type"] == "stop":
+            ended += 1
+            assert valid(answer["text"]), answer["text"]
+    assert ended > len(asked) * 0.6, "too few answers that end by themselves"
+
+
+def test_sampled_answers_are_in_the_language(default_ddtree: Server) -> None:
+    """Also at a temperature where the free answer would be noise."""
+    grammar, valid = GRAMMARS["regex-colours"]
+    requests = requests_under(grammar | {"temperature": 1.5, "max_new_tokens": 60}, TOPICS[:4])
+    for answer in default_ddtree.generate_all(requests, at_once=4):
+        assert valid(answer["text"]), answer["text"]
