@@ -99,7 +99,6 @@ def test_widths_and_backends_follow_from_the_drafter(
         (("--speculative-draft-window-size", "512"), "draft window"),
         (("--enable-streaming-session",), "streaming sessions"),
         (("--grammar-backend", "outlines"), "grammars that cannot step back"),
-        (("--rl-on-policy-target", "fsdp"), "on-policy sampling"),
         (("--enable-custom-logit-processor",), "add --disable-overlap-schedule"),
         (("--enable-deterministic-inference",), "deterministic"),
     ],

@@ -143,7 +143,7 @@ def test_tokens_with_special_ids_are_ordinary_output(plain: Server, ddtree: Serv
 
 
 def test_n_answers_of_a_greedy_request_are_the_same_answer(plain: Server, ddtree: Server) -> None:
-    requests = [request for request in tiny_requests(6, seed=15)]
+    requests = tiny_requests(6, seed=15)
     wanted = [outcome(a) for a in plain.generate_all(requests)]
     for request, one in zip(requests, wanted, strict=True):
         request["sampling_params"]["n"] = 3

@@ -161,6 +161,17 @@ def _cpu_linear(file: Path) -> str:
     return f"{where}:\n\n{markdown_table(head, rows)}"
 
 
+def _grammar_pruning(file: Path) -> str:
+    records = _records(file)
+    taus = ("unpruned", "filtered", "pruned")
+    head = ["grammar, budget", *(f"tau {name}" for name in taus), "forbidden nodes, unpruned"]
+    rows = [
+        [f"{r['grammar']}, {r['budget']}", *(f"{r[t]:.2f}" for t in taus), f"{r['forbidden']:.0%}"]
+        for r in records
+    ]
+    return markdown_table(head, rows)
+
+
 def _side_by_side(file: Path, part: str) -> str:
     record = _records(file)[-1]
     if part == "decoding":
@@ -226,6 +237,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "drafter-tau": _drafter_tau,
     "tree-build": _tree_build,
     "cpu-linear": _cpu_linear,
+    "grammar-pruning": _grammar_pruning,
     "side-by-side": _side_by_side,
     "never-slower": _never_slower,
     "placement": _placement,

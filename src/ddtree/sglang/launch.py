@@ -148,8 +148,8 @@ def _check_pair(drafter: DFlashConfig, target: ModelConfig) -> None:
     if target.is_multimodal:
         raise ValueError(
             f"This target is a {target.hf_config.model_type}, which takes more than text, and "
-            "DDTREE verifies trees of text; leave --speculative-algorithm out, or serve a text-only "
-            "target."
+            "DDTREE verifies trees of text; leave --speculative-algorithm out, or serve a target "
+            "that takes text only."
         )
     theirs = target.hf_text_config
     rope = read_rope_parameters(
