@@ -209,11 +209,11 @@ class TinyModels:
 
     target: Path
     drafter: Path
+    reading: tuple[str, ...] = ("--skip-tokenizer-init", "--context-length", "2048")
 
     def plain(self, *extra: str) -> tuple[str, ...]:
         return (
-            *("--model-path", str(self.target), "--skip-tokenizer-init"),
-            *("--dtype", "float32", "--context-length", "2048"),
+            *("--model-path", str(self.target), *self.reading, "--dtype", "float32"),
             *("--max-total-tokens", "16384", "--max-running-requests", "8"),
             *extra,
         )
@@ -235,6 +235,29 @@ class TinyModels:
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     folder = tmp_path_factory.mktemp("tiny")
     return TinyModels(tiny.write_target(folder / "target"), tiny.write_drafter(folder / "drafter"))
+
+
+@pytest.fixture(scope="session")
+def text_models(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    """A pair with a tokenizer of bytes, whose answers are noise: grammars have work to do."""
+    from transformers import AutoModelForCausalLM
+
+    from ddtree.drafter import random_drafter, save_drafter
+
+    bound = random_drafter(AutoModelForCausalLM.from_pretrained(tiny_target), block_size=8)
+    folder = tmp_path_factory.mktemp("tiny-text") / "drafter"
+    save_drafter(bound.model, bound.config, folder)
+    return TinyModels(tiny_target, folder, ("--context-length", "512"))
+
+
+@pytest.fixture(scope="session")
+def text_plain(servers: ServerPool, text_models: TinyModels) -> Server:
+    return servers.get(*text_models.plain())
+
+
+@pytest.fixture(scope="session")
+def text_ddtree(servers: ServerPool, text_models: TinyModels) -> Server:
+    return servers.get(*text_models.ddtree(17))
 
 
 @pytest.fixture(scope="session")

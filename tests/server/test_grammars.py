@@ -1,6 +1,7 @@
-"""Grammars on trees: every answer is in the language, and is the plain server's.
+"""200 answers under grammars: every one is in the language, and is the plain server's.
 
-CI asks a few topics of each grammar; `--slow` asks 25, which makes 200 generations.
+The model is random, so that nearly every token it would say by itself is forbidden. What the
+default target says under grammars is in `test_default_model.py`.
 """
 
 from __future__ import annotations
@@ -102,42 +103,44 @@ def requests_under(grammar: dict[str, str], topics: tuple[str, ...]) -> list[dic
     return [
         {
             "text": f"<|im_start|>user\nTell me about {topic}.<|im_end|>\n<|im_start|>assistant\n",
-            "sampling_params": {"temperature": 0, "max_new_tokens": 40} | grammar,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 200} | grammar,
         }
         for topic in topics
     ]
 
 
 @pytest.mark.parametrize("kind", ["json", "regex", "ebnf", "tag"])
-def test_generations_under_grammars(
-    default_plain: Server, default_ddtree: Server, kind: str, request: pytest.FixtureRequest
+def test_two_hundred_generations_under_grammars(
+    text_plain: Server, text_ddtree: Server, kind: str
 ) -> None:
-    """Valid where they ended by themselves, and in any case what the plain server says.
-
-    Requests with different grammars and none share the batches.
-    """
-    topics = TOPICS if request.config.getoption("--slow") else TOPICS[:3]
+    """50 of each kind. Requests with different grammars and with none share the batches."""
     asked = [
         (one, valid)
         for name, (grammar, valid) in GRAMMARS.items()
         if name.startswith(kind)
-        for one in requests_under(grammar, topics)
+        for one in requests_under(grammar, TOPICS)
     ]
-    requests = [one for one, _ in asked] + requests_under({}, TOPICS[:2])
-    wanted = default_plain.generate_all(requests, at_once=8)
-    answers = default_ddtree.generate_all(requests, at_once=8, seed=3)
+    requests = [one for one, _ in asked] + requests_under({}, TOPICS[:10])
+    wanted = text_plain.generate_all(requests, at_once=8)
+    answers = text_ddtree.generate_all(requests, at_once=8, seed=3)
     assert [(a["text"], outcome(a)) for a in answers] == [(a["text"], outcome(a)) for a in wanted]
-    ended = 0
+    assert len(asked) == 50
     for (_, valid), answer in zip(asked, answers, strict=False):
-        if answer["meta_info"]["finish_reason"]["type"] == "stop":
-            ended += 1
-            assert valid(answer["text"]), answer["text"]
-    assert ended > len(asked) * 0.6, "too few answers that end by themselves"
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+        assert valid(answer["text"]), answer["text"]
 
 
-def test_sampled_answers_are_in_the_language(default_ddtree: Server) -> None:
-    """Also at a temperature where the free answer would be noise."""
+def test_a_tree_holds_no_node_that_the_grammar_forbids(text_ddtree: Server) -> None:
+    """Where only one text is possible, its tokens are drafted whatever the drafter thinks."""
+    forced = {"regex": "the tree of the drafter, the path of the target"}
+    (answer,) = text_ddtree.generate_all(requests_under(forced, TOPICS[:1]))
+    meta = answer["meta_info"]
+    assert answer["text"] == forced["regex"]
+    assert meta["completion_tokens"] / meta["spec_verify_ct"] > 2
+
+
+def test_sampled_answers_are_in_the_language(text_ddtree: Server) -> None:
     grammar, valid = GRAMMARS["regex-colours"]
-    requests = requests_under(grammar | {"temperature": 1.5, "max_new_tokens": 60}, TOPICS[:4])
-    for answer in default_ddtree.generate_all(requests, at_once=4):
+    requests = requests_under(grammar | {"temperature": 1.5}, TOPICS[:8])
+    for answer in text_ddtree.generate_all(requests, at_once=4):
         assert valid(answer["text"]), answer["text"]
