@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
+from math import log
 
 import torch
 from torch import Tensor
@@ -38,8 +38,12 @@ class Candidates:
     """
 
     def __init__(self, costs: Tensor, tokens: Tensor) -> None:
-        self._costs, self._tokens = costs, tokens
-        self._words, self._bits = tokens >> 5, (tokens & 31).to(torch.int32)
+        # A poisoned drafter offers nothing.
+        chances = (-costs).exp().nan_to_num(nan=0.0, posinf=0.0)
+        self._chances = [level.unbind(0) for level in chances.unbind(0)]
+        self._tokens = tokens.tolist()
+        self._words = (tokens >> 5).unbind(0)
+        self._bits = (tokens & 31).to(torch.int32).unbind(0)
 
     @property
     def horizon(self) -> int:
@@ -48,17 +52,15 @@ class Candidates:
 
     def allowed(self, depth: int, choice: int, mask: Tensor, count: int) -> _Children:
         """The `count` cheapest children of a prefix of `depth` whose last candidate is `choice`."""
-        costs = self._costs[depth, min(choice, self._costs.shape[1] - 1)]
+        rows = self._chances[depth]
         may = (mask[self._words[depth]] >> self._bits[depth]) & 1
-        costs = torch.where(may.bool(), costs, inf)
-        # Among what is allowed. Rounding must not make a cost negative.
-        costs = (costs + (-costs).logsumexp(0)).clamp_(min=0)
-        costs, choices = costs.sort(stable=True)
-        count = min(count, int(costs.isfinite().sum()))
-        choices = choices[:count]
-        return _Children(
-            costs[:count].tolist(), self._tokens[depth, choices].tolist(), choices.tolist()
-        )
+        chances = rows[min(choice, len(rows) - 1)] * may
+        best, choices = chances.topk(min(count, len(chances)))
+        total = log(mass) if (mass := float(chances.sum())) > 0 else 0.0
+        # Rounding must not make a cost negative.
+        costs = [max(0.0, total - log(chance)) for chance in best.tolist() if chance > 0]
+        picked = choices[: len(costs)].tolist()
+        return _Children(costs, [self._tokens[depth][choice] for choice in picked], picked)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def build_constrained_tree(
         chain: the most probable allowed chain instead.
     Returns:
         A tree of batch 1 on the CPU, in descending order of score; equal scores go shallow first,
-        then by the parent's order, then by the candidate's.
+        then by the parent's order.
     """
     nodes = [_Node(0.0, -1, 0, [])]
     offers: list[_Children] = []
@@ -104,7 +106,8 @@ def build_constrained_tree(
 
     while True:
         newest = len(nodes) - 1
-        offers.append(_children(candidates, nodes[-1], grammar(nodes[-1].path, newest), budget))
+        mask = grammar(nodes[-1].path, newest)
+        offers.append(_children(candidates, nodes[-1], mask, budget - newest))
         offer(newest, 0)
         if newest == budget or not waiting:
             return _tree(nodes, root_token, budget, min(candidates.horizon, budget))

@@ -72,22 +72,6 @@ def test_flat_mask_for_gpu_backends(tree) -> None:
             assert set(mask[node].nonzero().flatten().tolist()) == visible
 
 
-def test_first_child_and_next_sibling(tree) -> None:
-    from ddtree.sglang.choose import grammar_tree
-
-    first_child, next_sibling, tokens = grammar_tree(tree).resolve()
-    assert torch.equal(tokens, tree.tokens)
-    for row in range(3):
-        parents = tree.parents[row].tolist()
-        for node in range(tree.width):
-            children = [other for other in range(tree.width) if parents[other] == node]
-            found, child = [], int(first_child[row, node])
-            while child >= 0:
-                found.append(child)
-                child = int(next_sibling[row, child])
-            assert found == children
-
-
 def test_sinks_take_their_share_of_the_softmax_and_add_nothing() -> None:
     from torch.nn.functional import scaled_dot_product_attention
 
