@@ -16,7 +16,6 @@ from .conftest import Server, outcome
 from .test_grammars import GRAMMARS, TOPICS
 
 pytestmark = pytest.mark.timeout(900)
-REQUESTS = 200
 AT_ONCE = 8
 
 
@@ -94,9 +93,13 @@ def random_request(rng: random.Random) -> dict[str, Any]:
     return request
 
 
-def test_random_requests_of_text(text_plain: Server, text_ddtree: Server) -> None:
+def test_random_requests_of_text(
+    text_plain: Server, text_ddtree: Server, request: pytest.FixtureRequest
+) -> None:
+    """80 of them; `--slow` sends 300."""
     rng = random.Random(20261202)
-    requests = [random_request(rng) for _ in range(REQUESTS)]
+    count = 300 if request.config.getoption("--slow") else 80
+    requests = [random_request(rng) for _ in range(count)]
     said = []
     for server in (text_plain, text_ddtree):
         with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
