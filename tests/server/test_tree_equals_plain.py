@@ -71,10 +71,10 @@ def test_a_pool_so_small_that_requests_are_retracted(
     assert retractions > 0, "the pool was large enough after all; this test showed nothing"
 
 
-def test_priorities_preempt_and_change_no_text(
+def test_urgent_requests_overtake_and_change_no_text(
     servers: ServerPool, tiny_models: TinyModels, plain_answers: dict[str, list[Any]]
 ) -> None:
-    """Urgent requests overtake a crowd that fills the server; what is pushed out is resumed."""
+    """Urgent requests overtake a crowd that fills the server."""
     server = servers.get(*tiny_models.ddtree(17, *SMALL_POOL))
     requests = tiny_requests(40)
     order = sorted(range(40), key=lambda i: -requests[i]["sampling_params"]["max_new_tokens"])
