@@ -77,8 +77,7 @@ def random_request(rng: random.Random) -> dict[str, Any]:
     elif rng.random() < 0.4:
         sampling["min_new_tokens"] = 2
     if rng.random() < 0.4:
-        # One each: of two in the same path SGLang takes the first of the list, not of the text.
-        sampling["stop"] = rng.choice([". ", ",", "e", "the", "\n", ' "', "1", "blue"])
+        sampling["stop"] = rng.sample([". ", ",", "e", "the", "\n", ' "', "1", "blue"], 2)
     if rng.random() < 0.2:
         sampling["no_stop_trim"] = True
     if rng.random() < 0.2:

@@ -63,6 +63,7 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
         "speculative_num_draft_tokens", "speculative_output_stride", "new_seq_lens",
         "routed_experts_output", "indexer_topk_output",
     ),
+    "sglang.srt.managers.schedule_batch:Req.update_finish_state": ("new_accepted_len",),
     "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation": (
         "batch", "forward_batch", "is_verify", "skip_attn_backend_init",
     ),
@@ -226,8 +227,36 @@ def replace_everywhere(original: Callable[..., Any], replacement: Callable[..., 
                 setattr(module, attribute, replacement)
 
 
+def _finish_token_by_token(update: Callable[..., None]) -> Callable[..., None]:
+    """Ask whether a request with stop strings is finished after each token of an accepted path.
+
+    Upstream looks for the stop strings in the whole path, in the order of the request's list: a
+    string further on, or past an end-of-sequence token, would win over what ends the text first.
+    """
+
+    def update_finish_state(self: Any, new_accepted_len: int = 1) -> None:
+        sampling = self.sampling_params
+        if new_accepted_len <= 1 or not (sampling.stop_strs or sampling.stop_regex_strs):
+            update(self, new_accepted_len)
+            return
+        accepted, grammar = self.output_ids, self.grammar
+        start = len(accepted) - new_accepted_len
+        for end in range(start + 1, len(accepted) + 1):
+            self.output_ids = accepted[:end]
+            # The matcher stands at the end of the path, where alone it may be asked.
+            self.grammar = grammar if end == len(accepted) else None
+            update(self, 1)
+            accepted[start:end] = self.output_ids[start:]  # a token out of range is replaced
+            if self.finished():
+                break
+        self.output_ids, self.grammar = accepted, grammar
+
+    return update_finish_state
+
+
 def install_tree_hooks() -> None:
-    """Adjust, in a scheduler process that runs DDTREE, two functions that have no other seam."""
+    """Adjust, in a scheduler process that runs DDTREE, three functions that have no other seam."""
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache import allocation_sizing
     from sglang.srt.speculative import dflash_utils
 
@@ -247,5 +276,6 @@ def install_tree_hooks() -> None:
         reserve = allocation_sizing.get_alloc_reserve_per_decode()
         return max(headroom(), reserve + allocation_sizing.get_alloc_page_size() - 1)
 
+    Req.update_finish_state = _finish_token_by_token(Req.update_finish_state)
     replace_everywhere(mask_policy, tree_mask_policy)
     replace_everywhere(headroom, headroom_for_reservation)
