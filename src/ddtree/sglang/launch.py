@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.platforms.interface import SRTPlatform
 
@@ -48,6 +48,7 @@ def resolve_arguments(server_args: Any, platform: SRTPlatform) -> None:
     _check_pair(drafter, target)
     _resolve_widths(server_args, drafter, target)
     _resolve_backends(server_args, platform, target)
+    _refuse_recurrent(server_args, target)
     if settings.budget == AUTO:
         _refuse_one_width_only(server_args)
     # DFLASH has neither steps nor a branching factor, but generic sizing reads both.
@@ -176,10 +177,22 @@ def _check_pair(drafter: DFlashConfig, target: ModelConfig) -> None:
             "DDTREE verifies trees on keys and values per head, and this target has latent "
             "attention (MLA); serve it with --speculative-algorithm DFLASH."
         )
-    if mambaish_config(target) is not None:
+
+
+def _refuse_recurrent(args: Any, target: ModelConfig) -> None:
+    """Recurrent layers are verified over trees by the CPU platform's backend alone."""
+    if mambaish_config(target) is None:
+        return
+    if hybrid_gdn_config(target) is None:
         raise ValueError(
-            "DDTREE verifies trees with attention layers only, and this target has recurrent "
-            "layers; serve it with --speculative-algorithm DFLASH."
+            "DDTREE verifies trees through gated DeltaNet layers, and this target has recurrent "
+            "layers of another kind; serve it with --speculative-algorithm DFLASH."
+        )
+    if args.attention_backend != ATTENTION_BACKEND:
+        raise ValueError(
+            "This target has recurrent layers (gated DeltaNet), and DDTREE verifies trees through "
+            f"them on ddtree-cpu only, not with {args.attention_backend}; serve it with "
+            "--speculative-algorithm DFLASH."
         )
 
 

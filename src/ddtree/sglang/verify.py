@@ -18,9 +18,11 @@ class DDTreeVerifyInput(DFlashVerifyInput):
     Attributes:
         visibility: ancestor-or-self, bool [B, N, N]; read by `ddtree_sdpa`. Backends that know
             only SGLang's flat mask get the same content as `custom_mask`.
+        parents: int64 [B, N], -1 for roots; read by recurrent layers.
     """
 
     visibility: torch.Tensor | None = None
+    parents: torch.Tensor | None = None
 
 
 @dataclass

@@ -35,7 +35,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _selector_lattice
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
-from sglang.srt.speculative.spec_utils import draft_tp_context
+from sglang.srt.speculative.spec_utils import _verify_commit_step_indices, draft_tp_context
 
 from ddtree.accept import Acceptance, accept_path
 from ddtree.budget import CHAIN, TREE, Arm
@@ -394,6 +394,7 @@ class DDTreeWorker(DFlashWorkerV2):
             positions=tree.positions(window.prefix_lens).flatten(),
             draft_token_num=tree.width,
             visibility=visibility,
+            parents=tree.parents,
             custom_mask=(
                 flat_tree_mask(visibility, window.prefix_lens, int(host_lens.sum()))
                 if self._wants_flat_mask
@@ -461,14 +462,15 @@ class DDTreeWorker(DFlashWorkerV2):
         places = torch.arange(acceptance.path.shape[1], device=chosen.device)
         path = torch.where(acceptance.path >= 0, acceptance.path, places)[:, :width]
         commit_lens = acceptance.lengths.to(torch.int32)
+        rows = torch.arange(len(path), device=path.device)[:, None] * width + path
         self._move_accepted_rows(window, path)
+        self._commit_states(batch, rows, commit_lens, width)
         self._extend_draft_cache(window, output.hidden_states, path, commit_lens)
         output.hidden_states = None
         # Up to its end, an accepted path's tokens are the target's choices along it.
         committed = chosen.gather(1, path)
         self.penalties.commit(batch, committed, commit_lens)
         if batch.return_logprob:
-            rows = torch.arange(len(path), device=path.device)[:, None] * width + path
             compute_spec_logprobs(batch, output, chosen.flatten(), accept_index=rows)
         return GenerationBatchResult(
             logits_output=output,
@@ -491,6 +493,22 @@ class DDTreeWorker(DFlashWorkerV2):
         slots = window.plan.write_ids(translator).view_as(window.slots)
         self.model_runner.token_to_kv_pool.move_kv_cache(
             slots[:, : path.shape[1]].flatten(), slots.gather(1, path).flatten()
+        )
+
+    def _commit_states(
+        self, batch: ScheduleBatch, rows: torch.Tensor, commit_lens: torch.Tensor, width: int
+    ) -> None:
+        """Make recurrent layers' states those after the last accepted node, if there are any."""
+        if not self._need_mamba_verify_commit:
+            return
+        nodes, tracked = _verify_commit_step_indices(
+            batch=batch, accept_index=rows, accept_lens=commit_lens, draft_token_num=width
+        )
+        self.model_runner.attn_backend.update_mamba_state_after_mtp_verify(
+            last_correct_step_indices=nodes,
+            mamba_track_indices=batch.mamba_track_indices,
+            mamba_steps_to_track=tracked,
+            model=self.model_runner.model,
         )
 
     def _extend_draft_cache(

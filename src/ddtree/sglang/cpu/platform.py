@@ -60,6 +60,10 @@ class DDTreeCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
         return algorithm in _SPECULATIVE_ALGORITHMS and backend == ATTENTION_BACKEND
 
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        """Snapshots of recurrent states for the radix cache."""
+        return True
+
     def get_speculative_cache_locs_fn(self) -> Any:
         from ddtree.sglang.cpu.operators import extend_cache_locs
 
@@ -90,10 +94,20 @@ class DDTreeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         install_torch_operators()
 
     def post_load_model(self, model: Any) -> None:
-        """Pack the weights; adapt a DFlash draft model: no Triton rotary kernel, its own dtype."""
+        """Pack the weights; adapt a DFlash draft model: no Triton rotary kernel, its own dtype.
+
+        The operators of recurrent layers are installed here, before their pools and backends are
+        made: their modules import the one that calls `init_backend`.
+        """
+        from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+
         from ddtree.sglang.cpu.packed import pack_model
 
         pack_model(model)
+        if any(isinstance(layer, RadixLinearAttention) for layer in model.modules()):
+            from ddtree.sglang.cpu.recurrent import install_recurrent_operators
+
+            install_recurrent_operators()
         from sglang.srt.models.dflash import DFlashDraftModel
 
         if not isinstance(model, DFlashDraftModel):

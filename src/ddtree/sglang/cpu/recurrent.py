@@ -1,0 +1,383 @@
+"""Gated DeltaNet layers of hybrid targets in plain torch, over chains and trees.
+
+Takes the place of SGLang's Triton backend on the CPU platform: prefill from a cached prefix with
+snapshots for the radix cache, decode, and chain or tree verification. The mathematics is in
+`ddtree.delta`; a verify keeps what its nodes add to the states, not a state per node.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
+    HybridLinearAttnBackend,
+    MambaAttnBackendBase,
+)
+from sglang.srt.mem_cache.memory_pool import MambaPool
+from sglang.srt.runtime_context import get_schedule, get_spec
+from torch.nn.functional import silu, softplus
+
+from ddtree.delta import (
+    TreeUpdate,
+    chain_parents,
+    chain_visibility,
+    convolve_paths,
+    delta_rule,
+    held_inputs,
+    window_places,
+)
+from ddtree.mask import ancestor_visibility
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+_MIB = 1 << 20
+
+
+@dataclass
+class Paths:
+    """Who follows whom in a forward of N tokens per request, shared by all layers."""
+
+    visibility: torch.Tensor  # ancestor or self, bool [B or 1, N, N]
+    places: torch.Tensor  # inputs of the convolution, int64 [B, N, taps]
+
+    @classmethod
+    def of(cls, parents: torch.Tensor, visibility: torch.Tensor, taps: int) -> Paths:
+        return cls(visibility, window_places(parents, taps))
+
+    @classmethod
+    def chain(cls, batch: int, tokens: int, taps: int, device: torch.device) -> Paths:
+        """One path per request."""
+        parents = chain_parents(batch, tokens, device)
+        return cls.of(parents, chain_visibility(tokens, device), taps)
+
+
+@dataclass
+class Pending:
+    """A layer's verified nodes, until the walk has chosen among them."""
+
+    update: TreeUpdate
+    row: torch.Tensor  # inputs of the convolution with those before the root, [B, L, C]
+    places: torch.Tensor  # which of them every node saw, int64 [B, N, taps]
+
+
+@dataclass
+class Piece:
+    """Part of one request's prefill: tokens `start` to `end` of the forward, at most a chunk."""
+
+    request: int
+    start: int
+    end: int
+    snapshot: int | None = None  # slot that takes the state after this piece
+
+
+class TorchGDNBackend(MambaAttnBackendBase):
+    """Linear-attention backend of gated DeltaNet layers on a CPU."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        super().__init__(model_runner)
+        cache = self.req_to_token_pool.mamba_pool.mamba_cache
+        self.conv_states_shape = cache.conv[0].shape
+        self.taps = self.conv_states_shape[-1] + 1
+        self.pending: dict[int, Pending] = {}
+        self.paths: Paths | None = None
+        self.pieces: list[Piece] = []
+        self.fresh: list[bool] = []  # per prefill request: nothing of it is cached
+        if get_spec().speculative_num_draft_tokens is not None:
+            _check_pending_memory(cache)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Slots of the requests, and the paths or prefill pieces of one forward."""
+        super().init_forward_metadata(forward_batch)
+        mode = forward_batch.forward_mode
+        self.pending.clear()
+        if mode.is_idle():
+            return
+        if mode.is_target_verify():
+            self.paths = self._verify_paths(forward_batch)
+        elif mode.is_decode():
+            self.paths = Paths.chain(forward_batch.batch_size, 1, self.taps, self.device)
+        else:
+            self.pieces = self._prefill_pieces(forward_batch)
+            self.fresh = (forward_batch.extend_prefix_lens == 0).tolist()
+
+    def _verify_paths(self, forward_batch: ForwardBatch) -> Paths:
+        spec_info = forward_batch.spec_info
+        parents = getattr(spec_info, "parents", None)
+        if parents is None:
+            width = spec_info.draft_token_num
+            return Paths.chain(forward_batch.batch_size, width, self.taps, self.device)
+        return Paths.of(parents, ancestor_visibility(parents), self.taps)
+
+    def _prefill_pieces(self, forward_batch: ForwardBatch) -> list[Piece]:
+        """Every request's tokens in chunks, with the radix cache's snapshot at a chunk's end."""
+        lengths = forward_batch.extend_seq_lens.tolist()
+        tracked, slots = [0] * len(lengths), [0] * len(lengths)
+        aligned = forward_batch.mamba_track_aligned_lens()
+        if aligned is not None:
+            assert forward_batch.mamba_track_indices is not None
+            tracked = (aligned * forward_batch.mamba_track_mask).tolist()
+            slots = forward_batch.mamba_track_indices.tolist()
+        pieces, first = [], 0
+        for request, length in enumerate(lengths):
+            cuts = {*range(0, length, self.mamba_chunk_size), tracked[request], length}
+            for start, end in pairwise(sorted(cuts)):
+                snapshot = slots[request] if end == tracked[request] else None
+                pieces.append(Piece(request, first + start, first + end, snapshot))
+            first += length
+        return pieces
+
+    def _states(self, layer: RadixLinearAttention) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's inputs of the convolution [slots, C, taps - 1], and states [slots, H, V, K]."""
+        cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        return cache.conv[0], cache.temporal
+
+    def _run(
+        self,
+        layer: RadixLinearAttention,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        held: torch.Tensor,
+        states: torch.Tensor,
+        paths: Paths,
+    ) -> tuple[torch.Tensor, Pending]:
+        """One layer over B requests of N tokens.
+
+        Args:
+            inputs: projections [B, N, C] and the gates' inputs a, b [B, N, H].
+            held, states: what the requests have before these tokens.
+        Returns:
+            Outputs [B, N, H, V], and what the tokens add.
+        """
+        mixed, a, b = inputs
+        mixed, row = convolve_paths(mixed, held, layer.conv_weights, layer.bias, paths.places)
+        mixed = mixed.to(row.dtype).float()
+        shapes = ((layer.num_q_heads, layer.head_q_dim), (layer.num_k_heads, layer.head_k_dim),
+                  (layer.num_v_heads, layer.head_v_dim))  # fmt: skip
+        parts = mixed.split([heads * size for heads, size in shapes], dim=-1)
+        queries, keys, values = (
+            part.unflatten(-1, shape).transpose(1, 2)
+            for part, shape in zip(parts, shapes, strict=True)
+        )
+        shared = layer.num_v_heads // layer.num_k_heads
+        queries = _unit(queries).repeat_interleave(shared, dim=1) * layer.head_k_dim**-0.5
+        keys = _unit(keys).repeat_interleave(shared, dim=1)
+        gates = -layer.A_log.float().exp() * softplus(a.float() + layer.dt_bias.float())
+        outputs, update = delta_rule(
+            queries,
+            keys,
+            values,
+            gates.transpose(1, 2),
+            b.float().sigmoid().transpose(1, 2),
+            states.float(),
+            paths.visibility,
+        )
+        return outputs.transpose(1, 2).to(row.dtype), Pending(update, row, paths.places)
+
+    def forward_decode(
+        self,
+        layer: RadixLinearAttention,
+        forward_batch: ForwardBatch,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One token per request; states are updated in place. Outputs [1, B, H, V]."""
+        assert self.paths is not None
+        conv, temporal = self._states(layer)
+        slots = self.forward_metadata.mamba_cache_indices.long()
+        inputs = (mixed_qkv[:, None], a[:, None], b[:, None])
+        outputs, pending = self._run(layer, inputs, conv[slots], temporal[slots], self.paths)
+        nodes = torch.zeros(len(slots), 2, dtype=torch.int64)
+        nodes[:, 0] = torch.arange(len(slots))
+        self._write(layer.layer_id, pending, nodes, slots, slots)
+        if forward_batch.mamba_track_mask is not None:
+            tracked = forward_batch.mamba_track_mask.nonzero().flatten()
+            taken = self.forward_metadata.mamba_track_indices[tracked].long()
+            conv[taken], temporal[taken] = conv[slots[tracked]], temporal[slots[tracked]]
+        return outputs.transpose(0, 1)
+
+    def forward_extend(
+        self,
+        layer: RadixLinearAttention,
+        forward_batch: ForwardBatch,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Prefill, which updates states, or verify, which leaves them. Outputs [1, T, H, V]."""
+        if forward_batch.forward_mode.is_target_verify():
+            return self._verify(layer, (mixed_qkv, a, b))
+        return self._prefill(layer, (mixed_qkv, a, b))
+
+    def _verify(
+        self,
+        layer: RadixLinearAttention,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        assert self.paths is not None
+        batch = len(self.paths.places)
+        conv, temporal = self._states(layer)
+        slots = self.forward_metadata.mamba_cache_indices[:batch].long()
+        mixed, a, b = (part.unflatten(0, (batch, -1)) for part in inputs)
+        outputs, self.pending[layer.layer_id] = self._run(
+            layer, (mixed, a, b), conv[slots], temporal[slots], self.paths
+        )
+        return outputs.flatten(0, 1)[None]
+
+    def _prefill(
+        self,
+        layer: RadixLinearAttention,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        conv, temporal = self._states(layer)
+        slots = self.forward_metadata.mamba_cache_indices.tolist()
+        outputs = []
+        for index, fresh in enumerate(self.fresh):
+            if fresh:  # the slot may hold what another request left
+                conv[slots[index]] = 0
+                temporal[slots[index]] = 0
+        for piece in self.pieces:
+            slot = slice(slots[piece.request], slots[piece.request] + 1)
+            tokens = piece.end - piece.start
+            paths = Paths.chain(1, tokens, self.taps, self.device)
+            mixed, a, b = (part[piece.start : piece.end][None] for part in inputs)
+            out, pending = self._run(layer, (mixed, a, b), conv[slot], temporal[slot], paths)
+            outputs.append(out)
+            last = torch.tensor([[0, tokens - 1]])
+            here = torch.tensor([slot.start])
+            self._write(layer.layer_id, pending, last, here, here)
+            if piece.snapshot is not None:
+                conv[piece.snapshot], temporal[piece.snapshot] = conv[here[0]], temporal[here[0]]
+        return torch.cat(outputs, dim=1)
+
+    def commit(self, nodes: torch.Tensor, track: torch.Tensor | None, steps: Any) -> None:
+        """After a walk: every request's states become those after its last accepted node.
+
+        Args:
+            nodes: int64 [B], node indices.
+            track, steps: slots [B] for the radix cache's snapshots and the node [B] of each, -1
+                for none.
+        """
+        rows = torch.arange(len(nodes))
+        slots = self.forward_metadata.mamba_cache_indices[: len(nodes)].long()
+        for layer_id, pending in self.pending.items():
+            if track is not None:
+                tracked = (steps >= 0).nonzero().flatten()
+                at = torch.stack([tracked, steps[tracked]], dim=1)
+                self._write(layer_id, pending, at, slots[tracked], track[tracked].long())
+            self._write(layer_id, pending, torch.stack([rows, nodes], dim=1), slots, slots)
+        self.pending.clear()
+
+    def _write(
+        self,
+        layer_id: int,
+        pending: Pending,
+        nodes: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> None:
+        """Write the states after `nodes` (row, node) [R, 2] that started from slots `sources`."""
+        cache = self.req_to_token_pool.mamba2_layer_cache(layer_id)
+        conv, temporal = cache.conv[0], cache.temporal
+        rows, ends = nodes.unbind(1)
+        states = pending.update.states_after(nodes, temporal[sources].float())
+        temporal[targets] = states.to(temporal.dtype)
+        held = held_inputs(pending.row[rows], pending.places[rows, ends])
+        conv[targets] = held.to(conv.dtype)
+
+
+class TorchHybridBackend(HybridLinearAttnBackend):
+    """SGLang's pair of backends; the commit after a verify is ours where the layers are."""
+
+    reads_tree_visibility = True
+
+    def update_mamba_state_after_mtp_verify(
+        self,
+        last_correct_step_indices: torch.Tensor,
+        mamba_track_indices: torch.Tensor | None,
+        mamba_steps_to_track: torch.Tensor | None,
+        model: Any,
+        req_pool_indices: torch.Tensor | None = None,
+    ) -> None:
+        """Commit by node index; a chain's is its count less one."""
+        self.linear_attn_backend.commit(
+            last_correct_step_indices.long(), mamba_track_indices, mamba_steps_to_track
+        )
+
+
+class TorchMambaPool(MambaPool):
+    """The in-tree pool of states, without a state for every draft token."""
+
+    def __init__(self, *, speculative_num_draft_tokens: int | None = None, **kwargs: Any) -> None:
+        super().__init__(speculative_num_draft_tokens=None, **kwargs)
+
+
+def gated_norm(
+    self: FusedRMSNormGated, x: torch.Tensor, g: torch.Tensor, **kwargs: Any
+) -> torch.Tensor:
+    """`FusedRMSNormGated.forward`: RMS norm of `x` [T, D], times its weight, times act(`g`)."""
+    gate = g.float().sigmoid() if self.activation == "sigmoid" else silu(g.float())
+    normed = torch.nn.functional.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps)
+    return (normed * gate).to(x.dtype)
+
+
+def _unit(vectors: torch.Tensor) -> torch.Tensor:
+    """Vectors of length 1, by the kernels' own formula: x / sqrt(sum of squares + 1e-6)."""
+    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _check_pending_memory(cache: MambaPool.State) -> None:
+    """Say what the nodes of one verify take, and stop where the machine has less.
+
+    Raises:
+        ValueError: with the budget that fits.
+    """
+    layers, _, heads, value_size, key_size = cache.temporal.shape
+    channels = cache.conv[0].shape[2]
+    per_node = layers * (
+        4 * heads * (key_size + value_size + 1) + channels * cache.conv[0].itemsize
+    )
+    requests = get_schedule().max_running_requests
+    width = get_spec().speculative_num_draft_tokens
+    needed, free = per_node * requests * width, psutil.virtual_memory().available
+    logger.info(
+        "Recurrent layers keep %.1f KiB per tree node: %.1f MiB for %d requests of %d nodes (a "
+        "state per node would take %.1f MiB).",
+        per_node / 1024,
+        needed / _MIB,
+        requests,
+        width,
+        layers * heads * value_size * key_size * 4 * requests * width / _MIB,
+    )
+    if needed > free:
+        raise ValueError(
+            f"A width of {width} keeps {needed / _MIB:.0f} MiB of recurrent layers' nodes for "
+            f"{requests} running requests, and {free / _MIB:.0f} MiB are free; lower "
+            f"--speculative-num-draft-tokens to {int(free // (per_node * requests))} or "
+            "--max-running-requests."
+        )
+
+
+def install_recurrent_operators() -> None:
+    """Put these in the places of SGLang's Triton kernels, in this process."""
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend
+    from sglang.srt.layers.attention.linear import gdn_backend
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    gdn_backend.GDNAttnBackend = TorchGDNBackend
+    hybrid_linear_attn_backend.HybridLinearAttnBackend = TorchHybridBackend
+    HybridReqToTokenPool.mamba_pool_cls = TorchMambaPool
+    FusedRMSNormGated.forward = gated_norm
