@@ -6,6 +6,7 @@ plain server says.
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from .test_tree_equals_plain import mean_accept_length
 pytestmark = pytest.mark.timeout(900)
 
 FAMILY = "qwen3_next"
+LONG = {"max_new_tokens": 100, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,16 @@ def test_chains_say_the_same(
     assert mean_accept_length(chains) > 1
 
 
-@pytest.mark.parametrize("width", [2, 9, 33])
+# Width 33 with a snapshot for the radix cache every 64 tokens, also between a tree's nodes; width 9
+# by the defaults; width 2 in a pool that does not hold all requests.
+SERVED = {
+    33: ("--mamba-track-interval", "64", "--chunked-prefill-size", "64"),
+    9: (),
+    2: ("--max-total-tokens", "640", "--disable-radix-cache"),
+}
+
+
+@pytest.mark.parametrize("width", SERVED)
 def test_trees_say_the_same(
     servers: ServerPool,
     models: TinyModels,
@@ -65,10 +76,48 @@ def test_trees_say_the_same(
     plain: list[Any],
     width: int,
 ) -> None:
-    server = servers.get(*models.ddtree(width))
+    server = servers.get(*models.ddtree(width, *SERVED[width]))
     trees = server.generate_all(requests)
     assert [outcome(a) for a in trees] == [outcome(a) for a in plain]
     assert mean_accept_length(trees) > 1
-    # Again, in mixed batches and from the radix cache.
+    # Again, in mixed batches and where there is one from the radix cache.
     trees = server.generate_all(requests, at_once=8, seed=1)
     assert [outcome(a) for a in trees] == [outcome(a) for a in plain]
+
+
+def test_a_second_turn_starts_from_the_state_of_an_accepted_node(
+    servers: ServerPool, models: TinyModels
+) -> None:
+    """The first turn ends at 144 tokens, so what is cached of it was tracked inside a tree."""
+    server = servers.get(*models.ddtree(33, *SERVED[33]))
+    rng = random.Random(3)
+    sampling = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
+    second_turns = []
+    for _ in range(8):
+        prompt = [rng.randrange(3, 20) for _ in range(80)]
+        answer = server.generate({"input_ids": prompt, "sampling_params": sampling})
+        follow_up = [rng.randrange(3, 20) for _ in range(10)]
+        text = prompt + answer["output_ids"] + follow_up
+        second_turns.append({"input_ids": text, "sampling_params": sampling})
+    warm = server.generate_all(second_turns, at_once=4)
+    assert {a["meta_info"]["cached_tokens"] for a in warm} == {128}
+    cold = servers.get(*models.plain()).generate_all(second_turns)
+    assert [outcome(a) for a in warm] == [outcome(a) for a in cold]
+
+
+def test_requests_are_retracted_and_resumed(
+    servers: ServerPool, models: TinyModels, requests: list[dict[str, Any]]
+) -> None:
+    server = servers.get(*models.ddtree(2, *SERVED[2]))
+    long = [r | {"sampling_params": r["sampling_params"] | LONG} for r in requests]
+    answers = server.generate_all(long, at_once=16, seed=2)
+    expected = servers.get(*models.plain()).generate_all(long)
+    assert [outcome(a) for a in answers] == [outcome(a) for a in expected]
+    assert sum(a["meta_info"].get("num_retractions", 0) for a in answers) > 0
+
+
+def test_the_launch_says_what_the_nodes_take(servers: ServerPool, models: TinyModels) -> None:
+    log = servers.get(*models.ddtree(9)).log.read_text(encoding="utf-8", errors="replace")
+    # Two layers; per node 4 heads of a key and a value of 16 and a decay, and 128 channels.
+    per_node = 2 * (4 * ((16 + 16) * 4 + 8) + 128 * 4) / 1024
+    assert f"keep {per_node:.1f} KiB per tree node: {per_node * 72 / 1024:.1f} MiB" in log

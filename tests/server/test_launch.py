@@ -149,7 +149,7 @@ def test_a_drafter_for_another_target_is_refused(
     ("family", "extra", "says"),
     [
         ("deepseek_v3", (), "latent attention"),
-        ("qwen3_next", ("--disable-radix-cache",), "recurrent layers"),
+        ("qwen3_next", ("--attention-backend", "triton"), "recurrent layers (gated DeltaNet)"),
     ],
 )
 def test_refused_targets(

@@ -23,7 +23,15 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
         "req_pool_indices", "req_to_token", "start_offset", "end_offset", "batch_size",
         "draft_token_num", "device",
     ),
+    "sglang.kernels.ops.attention.fla.fused_norm_gate:FusedRMSNormGated.forward": ("x", "g"),
+    "sglang.kernels.ops.attention.triton_gdn_fused_proj:fused_qkvzba_split_reshape_cat": (
+        "mixed_qkvz", "mixed_ba", "num_heads_qk", "num_heads_v", "head_qk", "head_v",
+    ),
+    "sglang.kernels.ops.attention.triton_gdn_fused_proj:fused_qkvzba_split_reshape_cat_contiguous":
+    ("mixed_qkvz", "mixed_ba", "num_heads_qk", "num_heads_v", "head_qk", "head_v"),
+    "sglang.srt.configs.hybrid_arch:hybrid_gdn_config": (),
     "sglang.srt.configs.hybrid_arch:mambaish_config": (),
+    "sglang.srt.configs.mamba_utils:BaseLinearStateParams.mamba_cache_per_req": (),
     "sglang.srt.configs.model_config:ModelConfig.from_server_args": ("server_args",),
     "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.accept_token": ("token",),
     "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.allocate_vocab_mask": (
@@ -35,7 +43,15 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.is_terminated": (),
     "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.rollback": ("k",),
     "sglang.srt.constrained.base_grammar_backend:GrammarMask": ("grammar", "vocab_mask"),
+    "sglang.srt.environ:envs.SGLANG_MAMBA_CONV_DTYPE": (),
     "sglang.srt.layers.attention.base_attn_backend:AttentionBackend": (),
+    "sglang.srt.layers.attention.hybrid_linear_attn_backend:HybridLinearAttnBackend"
+    ".update_mamba_state_after_mtp_verify": (
+        "last_correct_step_indices", "mamba_track_indices", "mamba_steps_to_track", "model",
+    ),
+    "sglang.srt.layers.attention.hybrid_linear_attn_backend:MambaAttnBackendBase"
+    ".init_forward_metadata": ("forward_batch",),
+    "sglang.srt.layers.attention.linear.gdn_backend:GDNAttnBackend": ("model_runner",),
     "sglang.srt.layers.linear:LinearBase": (),
     "sglang.srt.layers.logits_processor:LogitsProcessor.is_deferred_shard": (),
     "sglang.srt.layers.logits_processor:LogitsProcessor.finish_deferred_gather": (),
@@ -54,6 +70,7 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe:swiglu_gpt_oss_sigmoid_alpha": (
         "x", "gemm1_alpha", "gemm1_limit",
     ),
+    "sglang.srt.layers.radix_linear_attention:RadixLinearAttention": (),
     "sglang.srt.lora.layers:unwrap_lora_layer": (),
     "sglang.srt.managers.overlap_utils:FutureMap": (
         "device", "spec_algo", "req_to_token_pool", "needs_cpu_seq_lens", "needs_confidence_relay",
@@ -85,7 +102,13 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     ),
     "sglang.srt.mem_cache.kv_loc_plan:KVLocPlan.bind": ("batch", "reader", "cols"),
     "sglang.srt.mem_cache.kv_loc_plan:KVLocPlan.write_ids": ("reader",),
+    "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._handle_max_mamba_cache": (
+        "total_rest_memory",
+    ),
+    "sglang.srt.mem_cache.memory_pool:HybridReqToTokenPool.mamba_pool_cls": (),
+    "sglang.srt.mem_cache.memory_pool:HybridReqToTokenPool.mamba2_layer_cache": ("layer_id",),
     "sglang.srt.mem_cache.memory_pool:KVWriteLoc": ("loc", "swa_loc"),
+    "sglang.srt.mem_cache.memory_pool:MambaPool": ("speculative_num_draft_tokens",),
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.move_kv_cache": ("tgt_loc", "src_loc"),
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._init_kv_copy_and_warmup": (),
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._move_kv_cache_impl": ("tgt_loc", "src_loc"),
@@ -99,6 +122,7 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
         "capture_hidden_mode", "num_token_non_padded", "global_num_token_non_padded_cpu",
         "can_run_decode_cuda_graph",
     ),
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch.mamba_track_aligned_lens": (),
     "sglang.srt.model_executor.model_runner:ModelRunner.prewarm_sampling": (),
     "sglang.srt.configs.model_config:AttentionArch.MLA": (),
     "sglang.srt.arg_groups.model_override_base:resolving_view": (),
@@ -111,6 +135,7 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     ),
     "sglang.srt.platforms.interface:SRTPlatform": (),
     "sglang.srt.runtime_context:get_parallel": (),
+    "sglang.srt.runtime_context:get_schedule": (),
     "sglang.srt.runtime_context:get_spec": (),
     "sglang.srt.sampling.sampling_batch_info:ProcessorEntry": ("processor", "rows", "indices"),
     "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": (
@@ -168,6 +193,9 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.speculative.spec_tp_sync:SpecTpSync.sync": (),
     "sglang.srt.speculative.spec_tp_sync:SpecTpSyncSite.DFLASH_ACCEPT_GREEDY": (),
     "sglang.srt.speculative.spec_tp_sync:SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE": (),
+    "sglang.srt.speculative.spec_utils:_verify_commit_step_indices": (
+        "batch", "accept_index", "accept_lens", "draft_token_num",
+    ),
     "sglang.srt.speculative.spec_utils:draft_tp_context": ("layout",),
     "sglang.srt.utils.async_probe:sanitize_nan_logits": (),
     "sglang.srt.utils.hf_transformers_utils:download_from_hf": (),
@@ -210,7 +238,8 @@ def _problems(name: str) -> Iterator[str]:
 
 def _known_names(found: Any) -> set[str]:
     """Parameters of a callable and, for a class, of its constructor and its fields."""
-    names = set(getattr(found, "__dataclass_fields__", ())) | set(vars(found).get("__slots__", ()))
+    slots = getattr(found, "__dict__", {}).get("__slots__", ())
+    names = set(getattr(found, "__dataclass_fields__", ())) | set(slots)
     try:
         return names | set(inspect.signature(found).parameters)
     except (TypeError, ValueError):

@@ -95,6 +95,7 @@ def install_torch_operators() -> None:
     replace_everywhere(import_module("sglang.srt.models.dflash")._radix_topk, top_k)
     replace_everywhere(domino_utils.validate_domino_runtime, admit_domino_runtime)
     _ignore_streams_of_cpu_tensors()
+    _default_to_the_cpus_device_module()
     _register_attention_backend()
 
 
@@ -107,6 +108,16 @@ def _ignore_streams_of_cpu_tensors() -> None:
             record_stream(tensor, stream)
 
     torch.Tensor.record_stream = record_stream_off_cpu  # type: ignore[assignment,method-assign]
+
+
+def _default_to_the_cpus_device_module() -> None:
+    """Models ask `torch.get_device_module()` for their device; torch built for CUDA names that."""
+    get_device_module = torch.get_device_module
+
+    def cpus_device_module(device: torch.device | str | None = None) -> Any:
+        return get_device_module("cpu" if device is None else device)
+
+    torch.get_device_module = cpus_device_module  # type: ignore[assignment]
 
 
 def _register_attention_backend() -> None:

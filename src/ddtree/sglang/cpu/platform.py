@@ -104,10 +104,12 @@ class DDTreeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from ddtree.sglang.cpu.packed import pack_model
 
         pack_model(model)
-        if any(isinstance(layer, RadixLinearAttention) for layer in model.modules()):
-            from ddtree.sglang.cpu.recurrent import install_recurrent_operators
+        for layer in model.modules():
+            if isinstance(layer, RadixLinearAttention):
+                from ddtree.sglang.cpu.recurrent import install_recurrent_operators
 
-            install_recurrent_operators()
+                install_recurrent_operators(layer.conv_weights.dtype)
+                break
         from sglang.srt.models.dflash import DFlashDraftModel
 
         if not isinstance(model, DFlashDraftModel):

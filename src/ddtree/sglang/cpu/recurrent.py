@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from sglang.kernels.ops.attention import triton_gdn_fused_proj
 from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+from sglang.srt.configs.mamba_utils import BaseLinearStateParams
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
     HybridLinearAttnBackend,
     MambaAttnBackendBase,
 )
-from sglang.srt.mem_cache.memory_pool import MambaPool
+from sglang.srt.layers.attention.linear import gdn_backend
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
 from sglang.srt.runtime_context import get_schedule, get_spec
 from torch.nn.functional import silu, softplus
 
@@ -33,6 +41,7 @@ from ddtree.delta import (
     window_places,
 )
 from ddtree.mask import ancestor_visibility
+from ddtree.sglang.compat import replace_everywhere
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
@@ -87,15 +96,16 @@ class TorchGDNBackend(MambaAttnBackendBase):
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
-        cache = self.req_to_token_pool.mamba_pool.mamba_cache
-        self.conv_states_shape = cache.conv[0].shape
+        pool = self.req_to_token_pool.mamba_pool
+        self.conv_states_shape = pool.mamba_cache.conv[0].shape
         self.taps = self.conv_states_shape[-1] + 1
         self.pending: dict[int, Pending] = {}
         self.paths: Paths | None = None
         self.pieces: list[Piece] = []
         self.fresh: list[bool] = []  # per prefill request: nothing of it is cached
         if get_spec().speculative_num_draft_tokens is not None:
-            _check_pending_memory(cache)
+            config = hybrid_gdn_config(model_runner.model_config)
+            _check_pending_memory(config.mamba2_cache_params)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Slots of the requests, and the paths or prefill pieces of one forward."""
@@ -138,10 +148,10 @@ class TorchGDNBackend(MambaAttnBackendBase):
             first += length
         return pieces
 
-    def _states(self, layer: RadixLinearAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    def _states(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's inputs of the convolution [slots, C, taps - 1], and states [slots, H, V, K]."""
-        cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
-        return cache.conv[0], cache.temporal
+        layer_cache = self.req_to_token_pool.mamba2_layer_cache(layer_id)
+        return layer_cache.conv[0], layer_cache.temporal
 
     def _run(
         self,
@@ -195,7 +205,7 @@ class TorchGDNBackend(MambaAttnBackendBase):
     ) -> torch.Tensor:
         """One token per request; states are updated in place. Outputs [1, B, H, V]."""
         assert self.paths is not None
-        conv, temporal = self._states(layer)
+        conv, temporal = self._states(layer.layer_id)
         slots = self.forward_metadata.mamba_cache_indices.long()
         inputs = (mixed_qkv[:, None], a[:, None], b[:, None])
         outputs, pending = self._run(layer, inputs, conv[slots], temporal[slots], self.paths)
@@ -229,7 +239,7 @@ class TorchGDNBackend(MambaAttnBackendBase):
     ) -> torch.Tensor:
         assert self.paths is not None
         batch = len(self.paths.places)
-        conv, temporal = self._states(layer)
+        conv, temporal = self._states(layer.layer_id)
         slots = self.forward_metadata.mamba_cache_indices[:batch].long()
         mixed, a, b = (part.unflatten(0, (batch, -1)) for part in inputs)
         outputs, self.pending[layer.layer_id] = self._run(
@@ -242,7 +252,7 @@ class TorchGDNBackend(MambaAttnBackendBase):
         layer: RadixLinearAttention,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        conv, temporal = self._states(layer)
+        conv, temporal = self._states(layer.layer_id)
         slots = self.forward_metadata.mamba_cache_indices.tolist()
         outputs = []
         for index, fresh in enumerate(self.fresh):
@@ -290,8 +300,7 @@ class TorchGDNBackend(MambaAttnBackendBase):
         targets: torch.Tensor,
     ) -> None:
         """Write the states after `nodes` (row, node) [R, 2] that started from slots `sources`."""
-        cache = self.req_to_token_pool.mamba2_layer_cache(layer_id)
-        conv, temporal = cache.conv[0], cache.temporal
+        conv, temporal = self._states(layer_id)
         rows, ends = nodes.unbind(1)
         states = pending.update.states_after(nodes, temporal[sources].float())
         temporal[targets] = states.to(temporal.dtype)
@@ -334,22 +343,65 @@ def gated_norm(
     return (normed * gate).to(x.dtype)
 
 
+def split_interleaved(
+    mixed_qkvz: torch.Tensor,
+    mixed_ba: torch.Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Qwen3-Next's projections, key head by key head, taken apart.
+
+    Args:
+        mixed_qkvz: [T, ...], per key head q, k and its value heads' v and z.
+        mixed_ba: [T, 2 * value heads], per key head its value heads' b and a.
+    Returns:
+        All q, k and v side by side [T, C]; z [T, value heads, head_v]; b and a [T, value heads].
+    """
+    shared = num_heads_v // num_heads_qk
+    sizes = [head_qk, head_qk, shared * head_v, shared * head_v]
+    *qkv, z = mixed_qkvz.unflatten(1, (num_heads_qk, -1)).split(sizes, dim=2)
+    b, a = mixed_ba.unflatten(1, (num_heads_qk, -1)).split(shared, dim=2)
+    mixed_qkv = torch.cat([part.flatten(1) for part in qkv], dim=1)
+    return mixed_qkv, z.reshape(-1, num_heads_v, head_v), b.flatten(1), a.flatten(1)
+
+
+def split_contiguous(
+    mixed_qkvz: torch.Tensor,
+    mixed_ba: torch.Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Qwen3.5's projections, which lie side by side; returns as `split_interleaved` does."""
+    values = num_heads_v * head_v
+    mixed_qkv, z = mixed_qkvz.split([2 * num_heads_qk * head_qk + values, values], dim=1)
+    b, a = mixed_ba.split(num_heads_v, dim=1)
+    return mixed_qkv, z.unflatten(1, (num_heads_v, head_v)), b, a
+
+
 def _unit(vectors: torch.Tensor) -> torch.Tensor:
     """Vectors of length 1, by the kernels' own formula: x / sqrt(sum of squares + 1e-6)."""
     return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _check_pending_memory(cache: MambaPool.State) -> None:
+def pending_bytes(params: BaseLinearStateParams) -> int:
+    """What one node of a verify leaves behind until the commit, over all recurrent layers."""
+    heads, value_size, key_size = params.shape.temporal
+    channels, _ = params.shape.conv[0]
+    vectors = heads * (4 * (key_size + value_size) + 8)
+    return len(params.layers) * (vectors + channels * params.dtype.conv.itemsize)
+
+
+def _check_pending_memory(params: BaseLinearStateParams) -> None:
     """Say what the nodes of one verify take, and stop where the machine has less.
 
     Raises:
-        ValueError: with the budget that fits.
+        ValueError: with the width that fits.
     """
-    layers, _, heads, value_size, key_size = cache.temporal.shape
-    channels = cache.conv[0].shape[2]
-    per_node = layers * (
-        4 * heads * (key_size + value_size + 1) + channels * cache.conv[0].itemsize
-    )
+    per_node, per_state = pending_bytes(params), params.mamba_cache_per_req
     requests = get_schedule().max_running_requests
     width = get_spec().speculative_num_draft_tokens
     needed, free = per_node * requests * width, psutil.virtual_memory().available
@@ -360,7 +412,7 @@ def _check_pending_memory(cache: MambaPool.State) -> None:
         needed / _MIB,
         requests,
         width,
-        layers * heads * value_size * key_size * 4 * requests * width / _MIB,
+        per_state * requests * width / _MIB,
     )
     if needed > free:
         raise ValueError(
@@ -371,13 +423,38 @@ def _check_pending_memory(cache: MambaPool.State) -> None:
         )
 
 
-def install_recurrent_operators() -> None:
-    """Put these in the places of SGLang's Triton kernels, in this process."""
-    from sglang.srt.layers.attention import hybrid_linear_attn_backend
-    from sglang.srt.layers.attention.linear import gdn_backend
-    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+def _price_pending_nodes() -> None:
+    """Let SGLang set aside for a verify what its nodes keep, not a state for each of them."""
+    price = KVCacheConfigurator._handle_max_mamba_cache
 
+    def priced(self: KVCacheConfigurator, total_rest_memory: float) -> float:
+        width = get_spec().speculative_num_draft_tokens
+        if width is None:
+            return price(self, total_rest_memory)
+        params = self.mambaish_config.mamba2_cache_params
+        states = -(-width * pending_bytes(params) // params.mamba_cache_per_req)
+        with get_spec().override(speculative_num_draft_tokens=states):
+            return price(self, total_rest_memory)
+
+    KVCacheConfigurator._handle_max_mamba_cache = priced
+
+
+@cache
+def install_recurrent_operators(dtype: torch.dtype) -> None:
+    """Put these in the places of SGLang's Triton kernels, once in a process.
+
+    Args:
+        dtype: of the model; the convolution's inputs are kept in it, where SGLang's default of
+            bfloat16 would round them.
+    """
+    if not envs.SGLANG_MAMBA_CONV_DTYPE.is_set():
+        envs.SGLANG_MAMBA_CONV_DTYPE.set(str(dtype).removeprefix("torch."))
     gdn_backend.GDNAttnBackend = TorchGDNBackend
     hybrid_linear_attn_backend.HybridLinearAttnBackend = TorchHybridBackend
     HybridReqToTokenPool.mamba_pool_cls = TorchMambaPool
     FusedRMSNormGated.forward = gated_norm
+    replace_everywhere(triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat, split_interleaved)
+    replace_everywhere(
+        triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous, split_contiguous
+    )
+    _price_pending_nodes()
