@@ -106,7 +106,18 @@ def family_model(family: str, *, seed: int = 0, **config: Any) -> Any:
 def write_family(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Path:
     """The checkpoint of `family_model`."""
     family_model(family, seed=seed, **config).save_pretrained(folder)
-    # SGLang reads older checkpoints' key, and a drafter is matched by it.
+    return _with_older_keys(folder)
+
+
+def write_config(folder: Path, family: str, architecture: str) -> Path:
+    """A checkpoint without weights, for what is decided before they are loaded."""
+    settings = AutoConfig.for_model(family, **(_SHARED | {"architectures": [architecture]}))
+    settings.save_pretrained(folder)
+    return _with_older_keys(folder)
+
+
+def _with_older_keys(folder: Path) -> Path:
+    """SGLang reads older checkpoints' key, and a drafter is matched by it."""
     path = folder / "config.json"
     settings = json.loads(path.read_text())
     settings.setdefault("rope_theta", settings["rope_parameters"]["rope_theta"])

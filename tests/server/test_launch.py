@@ -178,6 +178,14 @@ def test_a_target_that_takes_images_is_refused(
     assert "takes more than text" in launch.resolve(*arguments)["error"]
 
 
+def test_recurrent_layers_of_another_kind_are_refused(
+    launch: LaunchProbe, tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    target = families.write_config(tmp_path / "falcon_h1", "falcon_h1", "FalconH1ForCausalLM")
+    arguments = TinyModels(target, tiny_models.drafter).ddtree(9)
+    assert "recurrent layers of another kind" in launch.resolve(*arguments)["error"]
+
+
 def test_the_algorithm_is_not_there_when_the_plugin_is_left_out(tiny_models: TinyModels) -> None:
     """`SGLANG_PLUGINS` leaves the plugin out, and then nothing of it is imported."""
     script = """
