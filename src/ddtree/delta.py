@@ -94,6 +94,12 @@ def delta_rule(
     return outputs, TreeUpdate(keys, writes, decays, visibility.expand(len(keys), -1, -1))
 
 
+def node_bytes(heads: int, key_size: int, value_size: int, channels: int, itemsize: int) -> int:
+    """What a verified node leaves behind in one layer: its part of `TreeUpdate`, and its inputs of
+    the convolution of `channels` columns of `itemsize` bytes."""
+    return heads * (4 * (key_size + value_size) + 8) + channels * itemsize
+
+
 def chain_visibility(nodes: int, device: torch.device) -> Tensor:
     """bool [1, N, N] of a chain: every node sees those before it and itself."""
     return torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()

@@ -150,6 +150,7 @@ def test_a_drafter_for_another_target_is_refused(
     [
         ("deepseek_v3", (), "latent attention"),
         ("qwen3_next", ("--attention-backend", "triton"), "recurrent layers (gated DeltaNet)"),
+        ("qwen3_next", ("--max-running-requests", "100000000"), "are free; lower"),
     ],
 )
 def test_refused_targets(

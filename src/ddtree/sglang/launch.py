@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import psutil
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.platforms.interface import SRTPlatform
 
+from ddtree.delta import node_bytes
 from ddtree.drafter.config import (
     CONFIG_FILE,
     DOMINO,
@@ -48,7 +50,6 @@ def resolve_arguments(server_args: Any, platform: SRTPlatform) -> None:
     _check_pair(drafter, target)
     _resolve_widths(server_args, drafter, target)
     _resolve_backends(server_args, platform, target)
-    _refuse_recurrent(server_args, target)
     if settings.budget == AUTO:
         _refuse_one_width_only(server_args)
     # DFLASH has neither steps nor a branching factor, but generic sizing reads both.
@@ -56,6 +57,7 @@ def resolve_arguments(server_args: Any, platform: SRTPlatform) -> None:
     server_args.speculative_eagle_topk = 1
     if server_args.max_running_requests is None:
         server_args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS
+    _check_recurrent(server_args, target)
     if server_args.enable_mixed_chunk:
         server_args.enable_mixed_chunk = False
         logger.warning("DDTREE does not mix prefill chunks into decode rounds; turned off.")
@@ -179,7 +181,7 @@ def _check_pair(drafter: DFlashConfig, target: ModelConfig) -> None:
         )
 
 
-def _refuse_recurrent(args: Any, target: ModelConfig) -> None:
+def _check_recurrent(args: Any, target: ModelConfig) -> None:
     """Recurrent layers are verified over trees by the CPU platform's backend alone."""
     if mambaish_config(target) is None:
         return
@@ -194,6 +196,28 @@ def _refuse_recurrent(args: Any, target: ModelConfig) -> None:
             f"them on ddtree-cpu only, not with {args.attention_backend}; serve it with "
             "--speculative-algorithm DFLASH."
         )
+    per_width = _recurrent_node_bytes(target) * args.max_running_requests
+    free = psutil.virtual_memory().available
+    width = args.speculative_num_draft_tokens
+    if width * per_width > free:
+        raise ValueError(
+            f"A width of {width} keeps {width * per_width >> 20} MiB of this target's recurrent "
+            f"layers for {args.max_running_requests} running requests, and {free >> 20} MiB of "
+            f"memory are free; lower --speculative-num-draft-tokens to {free // per_width} or "
+            "--max-running-requests."
+        )
+
+
+def _recurrent_node_bytes(target: ModelConfig) -> int:
+    """What a tree's node leaves behind in all gated DeltaNet layers, on all ranks together."""
+    config = hybrid_gdn_config(target)
+    heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
+    key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
+    channels = 2 * keys * key_size + heads * value_size
+    itemsize = target.dtype.itemsize
+    return len(config.linear_layer_ids) * node_bytes(
+        heads, key_size, value_size, channels, itemsize
+    )
 
 
 def _resolve_widths(args: Any, drafter: DFlashConfig, target: ModelConfig) -> None:

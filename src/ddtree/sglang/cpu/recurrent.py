@@ -13,7 +13,6 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from sglang.kernels.ops.attention import triton_gdn_fused_proj
 from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
@@ -38,6 +37,7 @@ from ddtree.delta import (
     convolve_paths,
     delta_rule,
     held_inputs,
+    node_bytes,
     window_places,
 )
 from ddtree.mask import ancestor_visibility
@@ -105,7 +105,7 @@ class TorchGDNBackend(MambaAttnBackendBase):
         self.fresh: list[bool] = []  # per prefill request: nothing of it is cached
         if get_spec().speculative_num_draft_tokens is not None:
             config = hybrid_gdn_config(model_runner.model_config)
-            _check_pending_memory(config.mamba2_cache_params)
+            _log_pending_bytes(config.mamba2_cache_params)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Slots of the requests, and the paths or prefill pieces of one forward."""
@@ -387,40 +387,27 @@ def _unit(vectors: torch.Tensor) -> torch.Tensor:
     return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def pending_bytes(params: BaseLinearStateParams) -> int:
+def _pending_bytes(params: BaseLinearStateParams) -> int:
     """What one node of a verify leaves behind until the commit, over all recurrent layers."""
     heads, value_size, key_size = params.shape.temporal
     channels, _ = params.shape.conv[0]
-    vectors = heads * (4 * (key_size + value_size) + 8)
-    return len(params.layers) * (vectors + channels * params.dtype.conv.itemsize)
+    itemsize = params.dtype.conv.itemsize
+    return len(params.layers) * node_bytes(heads, key_size, value_size, channels, itemsize)
 
 
-def _check_pending_memory(params: BaseLinearStateParams) -> None:
-    """Say what the nodes of one verify take, and stop where the machine has less.
-
-    Raises:
-        ValueError: with the width that fits.
-    """
-    per_node, per_state = pending_bytes(params), params.mamba_cache_per_req
+def _log_pending_bytes(params: BaseLinearStateParams) -> None:
+    per_node = _pending_bytes(params)
     requests = get_schedule().max_running_requests
     width = get_spec().speculative_num_draft_tokens
-    needed, free = per_node * requests * width, psutil.virtual_memory().available
     logger.info(
         "Recurrent layers keep %.1f KiB per tree node: %.1f MiB for %d requests of %d nodes (a "
         "state per node would take %.1f MiB).",
         per_node / 1024,
-        needed / _MIB,
+        per_node * requests * width / _MIB,
         requests,
         width,
-        per_state * requests * width / _MIB,
+        params.mamba_cache_per_req * requests * width / _MIB,
     )
-    if needed > free:
-        raise ValueError(
-            f"A width of {width} keeps {needed / _MIB:.0f} MiB of recurrent layers' nodes for "
-            f"{requests} running requests, and {free / _MIB:.0f} MiB are free; lower "
-            f"--speculative-num-draft-tokens to {int(free // (per_node * requests))} or "
-            "--max-running-requests."
-        )
 
 
 def _price_pending_nodes() -> None:
@@ -432,7 +419,7 @@ def _price_pending_nodes() -> None:
         if width is None:
             return price(self, total_rest_memory)
         params = self.mambaish_config.mamba2_cache_params
-        states = -(-width * pending_bytes(params) // params.mamba_cache_per_req)
+        states = -(-width * _pending_bytes(params) // params.mamba_cache_per_req)
         with get_spec().override(speculative_num_draft_tokens=states):
             return price(self, total_rest_memory)
 
