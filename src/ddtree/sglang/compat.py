@@ -19,6 +19,9 @@ _WORKER = "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2"
 
 # Names, and for callables the parameters that are passed to them.
 TOUCHPOINTS: dict[str, tuple[str, ...]] = {
+    "sglang.kernels.ops.elementwise.elementwise:fused_gate_sigmoid_mul_add": (
+        "hidden_states", "gate_weight", "shared_output", "final_hidden_states",
+    ),
     "sglang.kernels.ops.speculative.cache_locs:assign_extend_cache_locs_func": (
         "req_pool_indices", "req_to_token", "start_offset", "end_offset", "batch_size",
         "draft_token_num", "device",

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from sglang.kernels.ops.elementwise import elementwise
 from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 from sglang.srt.mem_cache import allocation
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -73,6 +74,17 @@ def gpt_oss_swiglu(x: torch.Tensor, gemm1_alpha: float, gemm1_limit: float) -> t
     return gate * torch.sigmoid(gemm1_alpha * gate) * (up + 1)
 
 
+def add_gated_shared_expert(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    final_hidden_states: torch.Tensor,
+) -> None:
+    """Add the shared expert's output [T, H] to that of the routed ones, scaled by its gate [H]."""
+    gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
+    final_hidden_states += (gate * shared_output.float()).to(final_hidden_states.dtype)
+
+
 def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and indices [..., k] for DFlash2's selector; FlashInfer's read CUDA tensors alone."""
     return torch.topk(scores, k, dim=-1)
@@ -92,6 +104,7 @@ def install_torch_operators() -> None:
     # The expert layer that calls it is imported first, so that its name is rebound too.
     import_module("sglang.srt.layers.moe.fused_moe_native")
     replace_everywhere(fused_moe.swiglu_gpt_oss_sigmoid_alpha, gpt_oss_swiglu)
+    replace_everywhere(elementwise.fused_gate_sigmoid_mul_add, add_gated_shared_expert)
     replace_everywhere(import_module("sglang.srt.models.dflash")._radix_topk, top_k)
     replace_everywhere(domino_utils.validate_domino_runtime, admit_domino_runtime)
     _ignore_streams_of_cpu_tensors()
