@@ -213,8 +213,9 @@ class TorchGDNBackend(MambaAttnBackendBase):
         nodes[:, 0] = torch.arange(len(slots))
         self._write(layer.layer_id, pending, nodes, slots, slots)
         if forward_batch.mamba_track_mask is not None:
-            tracked = forward_batch.mamba_track_mask.nonzero().flatten()
-            taken = self.forward_metadata.mamba_track_indices[tracked].long()
+            track = self.forward_metadata.mamba_track_indices.long()
+            tracked = (forward_batch.mamba_track_mask & (track >= 0)).nonzero().flatten()
+            taken = track[tracked]
             conv[taken], temporal[taken] = conv[slots[tracked]], temporal[slots[tracked]]
         return outputs.transpose(0, 1)
 
@@ -279,13 +280,13 @@ class TorchGDNBackend(MambaAttnBackendBase):
         Args:
             nodes: int64 [B], node indices.
             track, steps: slots [B] for the radix cache's snapshots and the node [B] of each, -1
-                for none.
+                for none (a slot is -1 where its request is already over).
         """
         rows = torch.arange(len(nodes))
         slots = self.forward_metadata.mamba_cache_indices[: len(nodes)].long()
         for layer_id, pending in self.pending.items():
             if track is not None:
-                tracked = (steps >= 0).nonzero().flatten()
+                tracked = ((steps >= 0) & (track >= 0)).nonzero().flatten()
                 at = torch.stack([tracked, steps[tracked]], dim=1)
                 self._write(layer_id, pending, at, slots[tracked], track[tracked].long())
             self._write(layer_id, pending, torch.stack([rows, nodes], dim=1), slots, slots)
