@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from . import families
 from .conftest import ServerPool, TinyModels, outcome, tiny_requests
@@ -41,9 +42,9 @@ def plain(servers: ServerPool, models: TinyModels, requests: list[dict[str, Any]
 
 
 def test_the_plain_server_says_what_transformers_says(
-    plain: list[Any], requests: list[dict[str, Any]]
+    models: TinyModels, plain: list[Any], requests: list[dict[str, Any]]
 ) -> None:
-    model = families.family_model(FAMILY)
+    model = AutoModelForCausalLM.from_pretrained(models.target, dtype=torch.float32)
     for request, answer in zip(requests, plain, strict=True):
         prompt, said = request["input_ids"], answer["output_ids"]
         with torch.inference_mode():

@@ -109,6 +109,7 @@ def install_torch_operators() -> None:
     replace_everywhere(domino_utils.validate_domino_runtime, admit_domino_runtime)
     _ignore_streams_of_cpu_tensors()
     _default_to_the_cpus_device_module()
+    _pin_no_memory()
     _register_attention_backend()
 
 
@@ -131,6 +132,15 @@ def _default_to_the_cpus_device_module() -> None:
         return get_device_module("cpu" if device is None else device)
 
     torch.get_device_module = cpus_device_module  # type: ignore[assignment]
+
+
+def _pin_no_memory() -> None:
+    """`Tensor.pin_memory` asks a driver; without a device to copy to there is nothing to pin."""
+
+    def unpinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        return tensor
+
+    torch.Tensor.pin_memory = unpinned  # type: ignore[assignment,method-assign]
 
 
 def _register_attention_backend() -> None:
