@@ -14,18 +14,7 @@ import ddtree
 
 PACKAGE = Path(ddtree.__file__).parent
 CORE = {"tree", "tree_cuda", "conditional", "constrained", "accept", "mask", "budget", "metrics",
-        "cpu_linear"}  # fmt: skip
-CORE = {
-    "tree",
-    "tree_cuda",
-    "conditional",
-    "accept",
-    "mask",
-    "delta",
-    "budget",
-    "metrics",
-    "cpu_linear",
-}
+        "cpu_linear", "delta"}  # fmt: skip
 # What each part may import from the package; every part may import itself.
 ALLOWED = {
     "core": {"core"},
