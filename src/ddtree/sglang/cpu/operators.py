@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -128,6 +129,7 @@ def _default_to_the_cpus_device_module() -> None:
     """Models ask `torch.get_device_module()` for their device; torch built for CUDA names that."""
     get_device_module = torch.get_device_module
 
+    @wraps(get_device_module)  # Dynamo looks for what it wraps
     def cpus_device_module(device: torch.device | str | None = None) -> Any:
         return get_device_module("cpu" if device is None else device)
 
