@@ -76,6 +76,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
         "kv_lora_rank": 32,
         "q_lora_rank": 32,
         "qk_nope_head_dim": 16,
@@ -83,6 +85,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 16,
         "head_dim": 16,
         "num_key_value_heads": tiny.HEADS,
+        # The only scaling that SGLang's MLA knows on a CPU, and the real checkpoints'.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 1024,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
     },
 }
 

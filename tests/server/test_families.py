@@ -26,7 +26,7 @@ def dflash(models: TinyModels) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_trees_and_chains_say_what_the_plain_server_says(
     servers: ServerPool, tiny_models: TinyModels, tmp_path: Path, family: str
 ) -> None:

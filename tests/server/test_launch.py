@@ -148,7 +148,7 @@ def test_a_drafter_for_another_target_is_refused(
 @pytest.mark.parametrize(
     ("family", "extra", "says"),
     [
-        ("deepseek_v3", (), "latent attention"),
+        ("deepseek_v3", ("--attention-backend", "triton"), "latent attention"),
         ("qwen3_next", ("--attention-backend", "triton"), "recurrent layers (gated DeltaNet)"),
         ("qwen3_next", ("--max-running-requests", "100000000"), "are free; lower"),
     ],

@@ -174,11 +174,6 @@ def _check_pair(drafter: DFlashConfig, target: ModelConfig) -> None:
             f"The drafter's mask token {drafter.mask_token_id} is outside the target's vocabulary "
             f"of {target.vocab_size}; use a drafter that was trained for this target."
         )
-    if target.attention_arch == AttentionArch.MLA:
-        raise ValueError(
-            "DDTREE verifies trees on keys and values per head, and this target has latent "
-            "attention (MLA); serve it with --speculative-algorithm DFLASH."
-        )
 
 
 def _check_recurrent(args: Any, settings: Settings, target: ModelConfig) -> None:
@@ -281,6 +276,12 @@ def _resolve_backends(args: Any, platform: SRTPlatform, target: ModelConfig) -> 
         raise ValueError(
             f"This target has sliding-window layers, and {args.attention_backend} measures their "
             "window by node index instead of depth; DDTREE serves them only on ddtree-cpu."
+        )
+    if target.attention_arch == AttentionArch.MLA and args.attention_backend != ATTENTION_BACKEND:
+        raise ValueError(
+            "This target has latent attention (MLA), over which DDTREE verifies trees on "
+            f"{ATTENTION_BACKEND} only, not on {args.attention_backend}; serve it with "
+            "--speculative-algorithm DFLASH."
         )
 
 

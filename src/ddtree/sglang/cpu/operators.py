@@ -152,3 +152,15 @@ def _register_attention_backend() -> None:
     from ddtree.sglang.cpu.attention import SdpaAttnBackend
 
     register_attention_backend(ATTENTION_BACKEND)(SdpaAttnBackend)
+    _attend_to_latents(ATTENTION_BACKEND)
+
+
+def _attend_to_latents(backend: str) -> None:
+    """Multi-head latent attention reads the cached latents in every forward, prefill included."""
+    forward = import_module(
+        "sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods"
+    )
+    handlers = import_module("sglang.srt.models.deepseek_common.attention_backend_handler")
+    handlers.AttentionBackendRegistry.register(
+        backend, lambda _layer, _batch: forward.AttnForwardMethod.MLA
+    )
