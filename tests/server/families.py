@@ -78,6 +78,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "moe_layer_freq": 1,
         "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
         "kv_lora_rank": 32,
         "q_lora_rank": 32,
         "qk_nope_head_dim": 16,
