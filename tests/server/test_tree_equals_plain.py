@@ -60,10 +60,11 @@ def test_many_at_once_in_random_order(ddtree: Server, plain_answers: dict[str, l
     assert [outcome(a) for a in answers] == plain_answers["greedy"]
 
 
+@pytest.mark.parametrize("width", [2, 17])  # one below the block size, one above
 def test_a_pool_so_small_that_requests_are_retracted(
-    servers: ServerPool, tiny_models: TinyModels, plain_answers: dict[str, list[Any]]
+    servers: ServerPool, tiny_models: TinyModels, plain_answers: dict[str, list[Any]], width: int
 ) -> None:
-    server = servers.get(*tiny_models.ddtree(17, *SMALL_POOL))
+    server = servers.get(*tiny_models.ddtree(width, *SMALL_POOL))
     requests = tiny_requests(40)
     answers = server.generate_all(requests, at_once=16, seed=2)
     assert [outcome(a) for a in answers] == plain_answers["greedy"]

@@ -97,6 +97,7 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.mem_cache.allocation:get_last_loc_torch": (
         "req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor",
     ),
+    "sglang.srt.mem_cache.allocation_sizing:get_alloc_len_per_decode": (),
     "sglang.srt.mem_cache.allocation_sizing:get_alloc_page_size": (),
     "sglang.srt.mem_cache.allocation_sizing:get_alloc_reserve_per_decode": (),
     "sglang.srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len": (),
@@ -287,17 +288,23 @@ def _finish_token_by_token(update: Callable[..., None]) -> Callable[..., None]:
 
 
 def install_tree_hooks() -> None:
-    """Adjust, in a scheduler process that runs DDTREE, three functions that have no other seam."""
+    """Adjust, in a scheduler process that runs DDTREE, four functions that have no other seam."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache import allocation_sizing
+    from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative import dflash_utils
 
     mask_policy = dflash_utils.resolve_dflash_verify_mask_policy
     headroom = allocation_sizing.get_req_to_token_extra_context_len
+    tokens_per_round = allocation_sizing.get_alloc_len_per_decode
 
     def tree_mask_policy(attn_backend: Any) -> tuple[str, bool]:
         """A captured verify graph must read the mask, also where a chain needs none."""
         return mask_policy(attn_backend)[0], True
+
+    def window_per_round() -> int:
+        """The draft block too: it is longer than a narrow tree, and retraction must expect it."""
+        return max(tokens_per_round(), get_spec().speculative_dflash_block_size or 0)
 
     def headroom_for_reservation() -> int:
         """Row headroom for both reserved windows of a request that is near its context limit.
@@ -310,4 +317,5 @@ def install_tree_hooks() -> None:
 
     Req.update_finish_state = _finish_token_by_token(Req.update_finish_state)
     replace_everywhere(mask_policy, tree_mask_policy)
+    replace_everywhere(tokens_per_round, window_per_round)
     replace_everywhere(headroom, headroom_for_reservation)
