@@ -20,7 +20,6 @@ import json
 import os
 import platform
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from ddtree.bench.servers import free_port
 
 SHIPPED, UNTRAINED = "shipped", "untrained"
 AUTO = "auto"
@@ -65,9 +66,7 @@ class Server:
     """A running SGLang server on a free loopback port."""
 
     def __init__(self, mode: Mode, target: Path, running: int, threads: int, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         command = [
             *(sys.executable, "-c", _SGLANG, "serve", "--host", "127.0.0.1"),
             *("--port", str(self.port), "--model-path", str(target), "--dtype", "bfloat16"),

@@ -17,7 +17,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -72,9 +71,9 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        from ddtree.bench.servers import free_port  # needs what comes with SGLang's extras
+
+        self.port = free_port()
         command = [sys.executable, "-c", _SGLANG_COMMAND, "serve", "--host", "127.0.0.1",
                    "--port", str(self.port), "--sleep-on-idle", *self.arguments]  # fmt: skip
         with self.log.open("wb") as log:

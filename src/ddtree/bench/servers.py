@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -25,6 +26,7 @@ from ddtree.train.prompts import Prompt
 
 _START_SECONDS = 900
 _STOP_SECONDS = 60
+_PORTS = range(20_000, 30_000)
 # What the script `sglang` runs; the script itself need not be on the path.
 _SGLANG_COMMAND = "from sglang.cli.main import main; main()"
 LOG_ROUNDS = 16
@@ -120,6 +122,19 @@ def described(info: dict[str, Any]) -> dict[str, Any]:
     return {name: info[name] for name in wanted if info.get(name) is not None}
 
 
+def free_port() -> int:
+    """A loopback port that will still be free when a server starts to listen, a minute later.
+
+    Below the range from which the kernel gives ports to outgoing connections: one of those may be
+    taken by any client on the machine in the meantime.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise BenchError(f"every port from {_PORTS[0]} to {_PORTS[-1]} is taken; stop some servers")
+
+
 class StartedServer:
     """An SGLang server of our own, in its own session, so that stopping it reaches all of it."""
 
@@ -155,9 +170,7 @@ class StartedServer:
     def open(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command(port), stdout=log, stderr=subprocess.STDOUT,
