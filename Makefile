@@ -15,7 +15,7 @@ test: $(VENV)/.has-peers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 serve: $(VENV)/.has-sglang
 	$(BIN)/ddtree serve

@@ -1,10 +1,10 @@
 """Is `DDTREE_BUDGET=auto` ever slower than the best fixed way of decoding, or than plain?
 
-One server per mode: plain, DFLASH, DDTREE at fixed widths and at a chosen one, and at a chosen one
-with an untrained drafter. All are started first and sleep while they have nothing to do; then
-the modes take turns (A B C A B C ...) for every concurrency, so that a noisy machine disturbs all
-alike. One JSON line per mode, drafter and concurrency: the median and the quartiles of output
-tokens per second over the repetitions, and of auto's rate over each other mode's in the same turn.
+One server per mode: plain, DFLASH, DDTREE at fixed widths and at a chosen one; then plain and a
+chosen width with an untrained drafter. All are started first and sleep while they have nothing to
+do; then the modes take turns (A B C A B C ...) for every concurrency, so that a noisy machine
+disturbs all alike. One JSON line per mode, drafter and concurrency: the median of output tokens per
+second over the repetitions, and of auto's rate over each other mode's in the same turn.
 
     python benchmarks/never_slower.py --prompts prompts.jsonl --out benchmarks/results/FILE.jsonl
 
@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -40,7 +41,7 @@ _SGLANG = "from sglang.cli.main import main; main()"
 
 @dataclass(frozen=True)
 class Mode:
-    """A server to measure: `name`, the drafter it uses, its flags and environment."""
+    """A server to measure: `name`, the drafter it is compared for, its flags and environment."""
 
     name: str
     drafter: str
@@ -48,18 +49,16 @@ class Mode:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-def modes(drafters: dict[str, Path], widths: list[int], auto_width: int) -> list[Mode]:
-    """Plain decoding; every mode with the shipped drafter; a chosen width with every drafter."""
-    found = [Mode("plain", "", ())]
-    for name, folder in drafters.items():
-        draft = ("--speculative-draft-model-path", str(folder))
-        tree = ("--speculative-algorithm", "DDTREE", *draft, "--speculative-num-draft-tokens")
-        if name == SHIPPED:
-            found.append(Mode("dflash", name, ("--speculative-algorithm", "DFLASH", *draft)))
-            found += [Mode(f"tree{width}", name, (*tree, str(width))) for width in widths]
-        chosen = (("DDTREE_BUDGET", AUTO),)
-        found.append(Mode(AUTO, name, (*tree, str(auto_width)), chosen))
-    return found
+def modes(name: str, folder: Path, widths: list[int], auto_width: int) -> list[Mode]:
+    """Plain decoding, a chosen width and, with a drafter of use, DFLASH and fixed widths."""
+    draft = ("--speculative-draft-model-path", str(folder))
+    tree = ("--speculative-algorithm", "DDTREE", *draft, "--speculative-num-draft-tokens")
+    found = [Mode("plain", name, ())]
+    if name == SHIPPED:
+        found.append(Mode("dflash", name, ("--speculative-algorithm", "DFLASH", *draft)))
+        found += [Mode(f"tree{width}", name, (*tree, str(width))) for width in widths]
+    chosen = (("DDTREE_BUDGET", AUTO),)
+    return [*found, Mode(AUTO, name, (*tree, str(auto_width)), chosen)]
 
 
 class Server:
@@ -153,6 +152,23 @@ def untrained_drafter(target: Path, like: Path, folder: Path) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def running(
+    compared: list[Mode], target: Path, asked: argparse.Namespace, logs: Path
+) -> Iterator[dict[Mode, Server]]:
+    """A server per mode, all at once."""
+    servers: dict[Mode, Server] = {}
+    try:
+        for mode in compared:
+            log = logs / f"{mode.name}-{mode.drafter}.log"
+            servers[mode] = Server(mode, target, max(asked.concurrency), asked.threads, log)
+            servers[mode].await_ready()
+        yield servers
+    finally:
+        for server in servers.values():
+            server.stop()
+
+
 def measure(
     servers: dict[Mode, Server], prompts: list[str], asked: argparse.Namespace
 ) -> list[dict[str, Any]]:
@@ -179,7 +195,7 @@ def _record(
         "tokens_per_second": rates[mode], "median": statistics.median(rates[mode]),
     }  # fmt: skip
     if mode.name == AUTO:
-        rivals = [m for m in rates if m.drafter in ("", mode.drafter) and m != mode]
+        rivals = [m for m in rates if m != mode]
         record["over"] = {
             rival.name: statistics.median(
                 mine / theirs for mine, theirs in zip(rates[mode], rates[rival], strict=True)
@@ -215,23 +231,18 @@ def main() -> None:
     target = asked.target or prepare_default_target()
     shipped = asked.drafter or Path(shipped_drafter() or parser.error("no drafter is shipped"))
     prompts = read_prompts(asked.prompts, AutoTokenizer.from_pretrained(target), 64)
-    servers: dict[Mode, Server] = {}
     with tempfile.TemporaryDirectory() as folder:
         drafters = {
             SHIPPED: shipped,
             UNTRAINED: untrained_drafter(target, shipped, Path(folder) / "untrained"),
         }
-        try:
-            for mode in modes(drafters, asked.widths, asked.auto_width):
-                log = Path(folder) / f"{mode.name}-{mode.drafter}.log"
-                running = max(asked.concurrency)
-                servers[mode] = Server(mode, target, running, asked.threads, log)
-                servers[mode].await_ready()
-                servers[mode].rate(prompts[:2], 2, 16)  # warm-up
-            records = measure(servers, prompts, asked)
-        finally:
-            for server in servers.values():
-                server.stop()
+        records = []
+        for name, drafter in drafters.items():
+            compared = modes(name, drafter, asked.widths, asked.auto_width)
+            with running(compared, target, asked, Path(folder)) as servers:
+                for server in servers.values():
+                    server.rate(prompts[:2], 2, 16)  # warm-up
+                records += measure(servers, prompts, asked)
     conditions = {
         "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
         "threads": asked.threads, "tokens": asked.tokens, "requests": asked.requests,

@@ -30,6 +30,8 @@ _SHARED = {
     "pad_token_id": 0,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"intermediate_size": 128},
+    "qwen3": {"intermediate_size": 128},
     "qwen3_moe": {
         "intermediate_size": 128,
         "moe_intermediate_size": 32,
@@ -44,7 +46,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 16,
         "num_experts_per_tok": 4,
     },
-    "mixtral": {"intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2},
     "gpt_oss": {
         "intermediate_size": 32,
         "num_local_experts": 8,

@@ -36,29 +36,25 @@ _SHARED_CONFIG = {
 }
 
 
-def write_target(
-    folder: Path, *, architecture: str = "LlamaForCausalLM", seed: int = 0, **config: object
-) -> Path:
-    """A random target in Hugging Face format; extra keys go into its config."""
-    generator = torch.Generator().manual_seed(seed)
+def write_target(folder: Path) -> Path:
+    """A random Llama in Hugging Face format."""
+    generator = torch.Generator().manual_seed(0)
     weights = {
         "model.embed_tokens.weight": _normal(generator, VOCABULARY, HIDDEN, scale=1.0),
         "lm_head.weight": _normal(generator, VOCABULARY, HIDDEN, scale=0.5),
         "model.norm.weight": torch.ones(HIDDEN),
     }
     for layer in range(TARGET_LAYERS):
-        biased = architecture == "Qwen2ForCausalLM"
-        qk_norm = architecture == "Qwen3ForCausalLM"
-        weights |= _decoder_layer(generator, f"model.layers.{layer}.", qk_norm, biased)
+        weights |= _decoder_layer(generator, f"model.layers.{layer}.", qk_norm=False)
     settings = _SHARED_CONFIG | {
-        "architectures": [architecture],
-        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
         "num_hidden_layers": TARGET_LAYERS,
         "tie_word_embeddings": False,
         "eos_token_id": 2,
         "bos_token_id": 1,
     }
-    return _write(folder, settings | config, weights)
+    return _write(folder, settings, weights)
 
 
 def write_drafter(folder: Path, *, seed: int = 1, **config: object) -> Path:
@@ -145,7 +141,7 @@ def _normal(generator: torch.Generator, *shape: int, scale: float | None = None)
 
 
 def _decoder_layer(
-    generator: torch.Generator, prefix: str, qk_norm: bool, biased: bool = False
+    generator: torch.Generator, prefix: str, *, qk_norm: bool
 ) -> dict[str, torch.Tensor]:
     head_dim = HIDDEN // HEADS
     shapes = {
@@ -165,8 +161,4 @@ def _decoder_layer(
     if qk_norm:
         for norm in ("self_attn.q_norm", "self_attn.k_norm"):
             weights[f"{prefix}{norm}.weight"] = torch.ones(head_dim)
-    if biased:
-        for name in ("q_proj", "k_proj", "v_proj"):
-            rows = shapes[f"self_attn.{name}"][0]
-            weights[f"{prefix}self_attn.{name}.bias"] = _normal(generator, rows, scale=0.1)
     return weights

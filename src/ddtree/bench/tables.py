@@ -207,7 +207,7 @@ def _never_slower(file: Path) -> str:
         rates = {
             r["mode"]: f"{r['median']:.1f}"
             for r in records
-            if r["concurrency"] == auto["concurrency"] and r["drafter"] in ("", auto["drafter"])
+            if r["concurrency"] == auto["concurrency"] and r["drafter"] == auto["drafter"]
         }
         shown = [rates.get(name, "") for name in names]
         rows.append([str(auto["concurrency"]), auto["drafter"], *shown, f"{auto['over_best']:.2f}"])
