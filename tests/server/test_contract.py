@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -105,3 +106,25 @@ def test_serve_fills_in_sglangs_flags() -> None:
     assert pairs["--speculative-num-draft-tokens"] == "17"
     assert pairs["--speculative-dflash-block-size"] == "8"
     assert arguments[-2:] == ["--page-size", "16"]
+
+
+@pytest.mark.parametrize(
+    ("accelerated", "asked", "width", "budget"),
+    [(False, [], 33, "auto"), (True, [], 17, "fixed"), (False, ["--budget", "8"], 9, "fixed")],
+)
+def test_serve_chooses_widths_itself_unless_told_or_on_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch, accelerated: bool, asked: list[str], width: int, budget: str
+) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from ddtree.cli import app
+    from ddtree.sglang import serve
+
+    launched: list[str] = []
+    monkeypatch.setenv("DDTREE_BUDGET", "fixed")
+    monkeypatch.setattr(serve, "_accelerated", lambda: accelerated)
+    monkeypatch.setattr(serve.os, "execv", lambda _path, command: launched.extend(command))
+    CliRunner().invoke(app, ["serve", "--target", "T", "--drafter", "D", *asked])
+    assert launched[launched.index("--speculative-num-draft-tokens") + 1] == str(width)
+    assert os.environ["DDTREE_BUDGET"] == budget

@@ -14,6 +14,8 @@ import typer
 _CPU_ARGUMENTS = ("--max-total-tokens", "16384", "--max-running-requests", "8", "--sleep-on-idle")
 # With this budget the server chooses the width of every round, up to so many drafted nodes.
 _AUTO, _AUTO_NODES = "auto", 32
+# On an accelerator every round has the launch width.
+_NODES = "16"
 # What the script `sglang` runs; the script itself need not be on the path.
 _SGLANG_COMMAND = "from sglang.cli.main import main; main()"
 
@@ -59,7 +61,9 @@ def _accelerated() -> bool:
     return torch.accelerator.is_available()
 
 
-def _check_budget(budget: str) -> str:
+def _check_budget(budget: str | None) -> str:
+    if budget is None:
+        return _NODES if _accelerated() else _AUTO
     if budget != _AUTO and not (budget.isdecimal() and int(budget) >= 1):
         raise typer.BadParameter(f"{budget!r} is neither auto nor a whole number of 1 or more")
     return budget
@@ -77,12 +81,13 @@ def serve(
         Mode, typer.Option(help="ddtree, dflash or ar (plain decoding).")
     ] = Mode.DDTREE,
     budget: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Drafted nodes per tree, or auto: chosen every round, up to 32.",
+            help="Drafted nodes per tree, or auto: chosen every round, up to 32. Unset: 16 on an "
+            "accelerator, auto elsewhere.",
             callback=_check_budget,
         ),
-    ] = "16",
+    ] = None,
     block_size: Annotated[
         int | None, typer.Option(min=2, help="Slots of a draft block; the drafter's if unset.")
     ] = None,
@@ -99,6 +104,7 @@ def serve(
         from ddtree.engine.default_target import prepare_default_target
 
         target = str(prepare_default_target())
+    assert budget is not None, "filled in by its callback"
     arguments = launch_arguments(
         target=target,
         drafter=drafter,
