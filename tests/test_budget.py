@@ -231,13 +231,13 @@ class Trace:
         self.arms: list[Arm] = []
         self.seconds = self.tokens = 0.0
 
-    def run(self, rounds: int, batch: int) -> Counter[Arm]:
-        """Serve that many rounds; the arms used."""
+    def run(self, rounds: int, batch: int, *, pace: float = 1.0) -> Counter[Arm]:
+        """Serve that many rounds, each `pace` times as long as usual; the arms used."""
         used: Counter[Arm] = Counter()
         self.seconds = self.tokens = 0.0
         for _ in range(rounds):
             arm = self.controller.choose(batch)
-            seconds = _TRUE.round_seconds(arm, batch, BLOCK)
+            seconds = pace * _TRUE.round_seconds(arm, batch, BLOCK)
             self.seconds += seconds
             evidence, committed = (
                 self.world.round(arm, batch) if arm.drafts else (None, torch.ones(batch))
@@ -310,6 +310,15 @@ def test_an_untrained_drafter_costs_next_to_nothing(sharpness: float) -> None:
         # Once it is known, what is lost is the probes' share.
         trace.run(600, batch=1)
         assert trace.rate >= 0.98 * plain
+
+
+@pytest.mark.parametrize("spell", [6, 20])
+def test_a_slow_spell_of_the_machine_does_not_make_drafting_look_cheap(spell: int) -> None:
+    """Plain rounds are measured in it and drafted ones were not, but they cannot cost less."""
+    trace = Trace(new_controller(), World(3.0, honest=False))
+    trace.run(300, batch=16)
+    used = trace.run(spell, batch=16, pace=4.0) + trace.run(100, batch=16)
+    assert used.total() - used[Arm(PLAIN, 1)] < 10, used
 
 
 def test_probes_find_a_drafter_that_has_become_good() -> None:

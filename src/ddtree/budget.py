@@ -322,6 +322,7 @@ class RoundCosts:
         self._block_size = block_size
         self._memory = memory
         self._cells: dict[tuple[int, int], _Cell] = {}
+        self._by_width = sorted(range(len(arms)), key=lambda i: arms[i].width)
         self._distances = [[self._distance(i, j) for j in self._arms] for i in self._arms]
 
     def observe(self, arm: Arm, batch: int, context: int, seconds: float) -> None:
@@ -333,10 +334,11 @@ class RoundCosts:
         cell.middle = median(cell.ratios)
 
     def estimate(self, batch: int, context: int) -> list[float]:
-        """Seconds of a round by arm; a narrower tree never costs more than a wider one.
+        """Seconds of a round by arm; a narrower one never costs more than a wider one.
 
         What disturbs a measurement makes it longer, so of two that contradict each other the
-        shorter is right.
+        shorter is right. Plain rounds are the narrowest: after a slow spell of the machine they
+        must not look dearer than drafted ones from before it.
         """
         load = _load(batch)
         seconds = [
@@ -344,11 +346,8 @@ class RoundCosts:
             * self._prior.round_seconds(arm, batch, self._block_size, context)
             for index, arm in enumerate(self._arms)
         ]
-        wider: float | None = None
-        for index in reversed(range(len(seconds))):
-            if self._arms[index].kind == TREE:
-                wider = seconds[index] if wider is None else min(wider, seconds[index])
-                seconds[index] = wider
+        for wide, narrow in pairwise(reversed(self._by_width)):
+            seconds[narrow] = min(seconds[narrow], seconds[wide])
         return seconds
 
     def _ratio(self, index: int, load: int) -> float:
