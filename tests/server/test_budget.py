@@ -27,13 +27,8 @@ def any_width(servers: ServerPool, tiny_models: TinyModels) -> Server:
 
 
 @pytest.fixture(scope="module")
-def exact_plain(servers: ServerPool, tiny_models: TinyModels) -> Server:
-    return servers.get(*tiny_models.exact_plain())
-
-
-@pytest.fixture(scope="module")
 def plain(servers: ServerPool, tiny_models: TinyModels) -> Server:
-    return servers.get(*tiny_models.plain())
+    return servers.get(*tiny_models.exact_plain())
 
 
 def test_text_is_plain_decodings_whatever_the_widths(
@@ -69,9 +64,9 @@ def test_sampling_keeps_its_distribution(plain: Server, any_width: Server) -> No
     )
 
 
-def test_penalties_see_the_path(exact_plain: Server, any_width: Server) -> None:
+def test_penalties_see_the_path(plain: Server, any_width: Server) -> None:
     test_requests.test_penalties_see_the_path_to_the_node(
-        exact_plain, any_width, {"frequency_penalty": -0.4, "presence_penalty": 0.5}
+        plain, any_width, {"frequency_penalty": -0.4, "presence_penalty": 0.5}
     )
 
 

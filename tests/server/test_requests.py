@@ -16,11 +16,6 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def plain(servers: ServerPool, tiny_models: TinyModels) -> Server:
-    return servers.get(*tiny_models.plain())
-
-
-@pytest.fixture(scope="module")
-def exact_plain(servers: ServerPool, tiny_models: TinyModels) -> Server:
     """Under overlap scheduling the plain server's penalties lag one token behind its output."""
     return servers.get(*tiny_models.exact_plain())
 
@@ -92,11 +87,11 @@ def test_greedy_and_sampling_requests_in_one_batch(
     ids=lambda penalties: "-".join(penalties),
 )
 def test_penalties_see_the_path_to_the_node(
-    exact_plain: Server, ddtree: Server, penalties: dict[str, Any]
+    plain: Server, ddtree: Server, penalties: dict[str, Any]
 ) -> None:
     """Greedy output under penalties equals the plain server's, alone and in a mixed batch."""
     penalised = tiny_requests(8, seed=11, **penalties)
-    wanted = [outcome(a) for a in exact_plain.generate_all(penalised)]
+    wanted = [outcome(a) for a in plain.generate_all(penalised)]
     assert [outcome(a) for a in ddtree.generate_all(penalised)] == wanted
     mixed = penalised + tiny_requests(8, seed=12)
     answers = ddtree.generate_all(mixed, at_once=8, seed=6)
@@ -190,7 +185,7 @@ class NoRecentToken(CustomLogitProcessor):
 
 @pytest.mark.parametrize("name", ["OnlyEven", "NoRecentToken"])
 def test_custom_logit_processors_see_the_path_to_the_node(
-    exact_plain: Server, servers: ServerPool, tiny_models: TinyModels, name: str
+    plain: Server, servers: ServerPool, tiny_models: TinyModels, name: str
 ) -> None:
     script: dict[str, Any] = {"__name__": "__main__"}
     exec(PROCESSORS, script)
@@ -198,7 +193,7 @@ def test_custom_logit_processors_see_the_path_to_the_node(
     requests = [
         request | custom for request in tiny_requests(8, seed=17, custom_params={"first": 1})
     ]
-    wanted = [outcome(a) for a in exact_plain.generate_all(requests)]
+    wanted = [outcome(a) for a in plain.generate_all(requests)]
     tokens = [token for ids, *_ in wanted for token in ids]
     assert tokens if name == "NoRecentToken" else not any(token % 2 for token in tokens)
     server = servers.get(*tiny_models.ddtree(17, *IN_STEP))
