@@ -323,7 +323,7 @@ def install_tree_hooks() -> None:
     replace_everywhere(mask_policy, tree_mask_policy)
     replace_everywhere(tokens_per_round, window_per_round)
     replace_everywhere(headroom, headroom_for_reservation)
-    # EAGLE-3's drafters read the outputs of the same layers. Of these targets upstream gives them
-    # to no DFlash drafter.
+    # What upstream's DFLASH does not serve: EAGLE-3's drafters read the outputs of the same layers.
     for target in (Qwen2ForCausalLM, Qwen2MoeForCausalLM):
         target.set_dflash_layers_to_capture = target.set_eagle3_layers_to_capture
+    Qwen2MoeForCausalLM.get_input_embeddings = lambda self: self.model.embed_tokens
