@@ -19,6 +19,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -163,6 +164,7 @@ class ServerPool:
         self._logs = logs
         self._known: dict[tuple[Any, ...], Server] = {}
         self._running: list[Server] = []  # the one used last at the end
+        self._waking = threading.Lock()
 
     def get(self, *arguments: str, environment: dict[str, str] | None = None) -> Server:
         environment = environment or {}
@@ -177,18 +179,22 @@ class ServerPool:
         return server
 
     def wake(self, server: Server) -> None:
-        """Start a server that was stopped to make room; one that broke stays as it is."""
-        if server in self._running:
-            self._running.remove(server)
-        if server.process is None:
-            while len(self._running) >= MAX_ALIVE:
-                self._running.pop(0).stop()
-            try:
-                server.start()
-            except BaseException:
-                server.stop()
-                raise
-        self._running.append(server)
+        """Start a server that was stopped to make room; one that broke stays as it is.
+
+        Called by every client of a test at once.
+        """
+        with self._waking:
+            if server in self._running:
+                self._running.remove(server)
+            if server.process is None:
+                while len(self._running) >= MAX_ALIVE:
+                    self._running.pop(0).stop()
+                try:
+                    server.start()
+                except BaseException:
+                    server.stop()
+                    raise
+            self._running.append(server)
 
     def stop_all(self) -> None:
         for server in self._known.values():
