@@ -23,11 +23,10 @@ from .conftest import IN_STEP, Server, ServerPool, TinyModels, outcome, tiny_req
 pytestmark = pytest.mark.timeout(600)
 
 
-def small_pool(tokens: int) -> tuple[str, ...]:
-    return (
-        *("--max-total-tokens", str(tokens), "--chunked-prefill-size", "128"),
-        "--enable-priority-scheduling",
-    )
+SMALL_POOL = (
+    *("--max-total-tokens", "640", "--chunked-prefill-size", "128"),
+    "--enable-priority-scheduling",
+)
 
 
 def mean_accept_length(answers: list[dict[str, Any]]) -> float:
@@ -63,15 +62,10 @@ def test_many_at_once_in_random_order(ddtree: Server, plain_answers: dict[str, l
     assert [outcome(a) for a in answers] == plain_answers["greedy"]
 
 
-@pytest.mark.parametrize(("width", "tokens"), [(2, 384), (17, 640)])  # the block size is between
 def test_a_pool_so_small_that_requests_are_retracted(
-    servers: ServerPool,
-    tiny_models: TinyModels,
-    plain_answers: dict[str, list[Any]],
-    width: int,
-    tokens: int,
+    servers: ServerPool, tiny_models: TinyModels, plain_answers: dict[str, list[Any]]
 ) -> None:
-    server = servers.get(*tiny_models.ddtree(width, *small_pool(tokens)))
+    server = servers.get(*tiny_models.ddtree(17, *SMALL_POOL))
     requests = tiny_requests(40)
     answers = server.generate_all(requests, at_once=16, seed=2)
     assert [outcome(a) for a in answers] == plain_answers["greedy"]
@@ -83,7 +77,7 @@ def test_urgent_requests_overtake_and_change_no_text(
     servers: ServerPool, tiny_models: TinyModels, plain_answers: dict[str, list[Any]]
 ) -> None:
     """Urgent requests overtake a crowd that fills the server."""
-    server = servers.get(*tiny_models.ddtree(17, *small_pool(640)))
+    server = servers.get(*tiny_models.ddtree(17, *SMALL_POOL))
     requests = tiny_requests(40)
     order = sorted(range(40), key=lambda i: -requests[i]["sampling_params"]["max_new_tokens"])
     crowd, urgent = order[:24], order[24:32]
