@@ -176,7 +176,7 @@ def test_a_verified_tree_samples_two_tokens_from_the_exact_distribution(small, n
     assert result.pvalue > 1e-3
 
 
-@pytest.mark.parametrize("name", ["temperature 1.3", "all"])
+@pytest.mark.parametrize("name", [pytest.param("temperature 1.3", marks=pytest.mark.slow), "all"])
 def test_whole_generations_follow_the_distribution_of_plain_decoding(small, name):
     """The engine end to end: `ddtree` against `ar`, each drawn 3,000 times."""
     target, prompt, _, _ = small

@@ -46,7 +46,9 @@ def test_trees_and_chains_say_what_the_plain_server_says(
     assert max(a["meta_info"]["cached_tokens"] for a in trees) > 0
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen2", pytest.param("qwen2_moe", marks=pytest.mark.slow)]
+)
 def test_trees_say_what_the_plain_server_says(
     servers: ServerPool, tiny_models: TinyModels, tmp_path: Path, family: str
 ) -> None:

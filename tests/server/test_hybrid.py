@@ -61,11 +61,11 @@ def test_chains_say_the_same(
 
 
 # Width 33 with a snapshot for the radix cache every 64 tokens, also between a tree's nodes; width 9
-# by the defaults; width 2 in a pool that does not hold all requests.
+# by the defaults; width 2 in a pool that does not hold all the requests it is told to admit.
 SERVED = {
     33: ("--mamba-track-interval", "64", "--chunked-prefill-size", "64"),
     9: (),
-    2: ("--max-total-tokens", "640", "--disable-radix-cache"),
+    2: ("--max-total-tokens", "640", "--schedule-conservativeness", "0.1", "--disable-radix-cache"),
 }
 
 
