@@ -93,7 +93,6 @@ def random_request(rng: random.Random) -> dict[str, Any]:
     return request
 
 
-@pytest.mark.slow
 def test_random_requests_of_text(text_plain: Server, text_ddtree: Server) -> None:
     rng = random.Random(20261202)
     requests = [random_request(rng) for _ in range(300)]
