@@ -322,7 +322,7 @@ class RoundCosts:
         self._block_size = block_size
         self._memory = memory
         self._cells: dict[tuple[int, int], _Cell] = {}
-        self._by_width = sorted(range(len(arms)), key=lambda i: arms[i].width)
+        self._widest_first = sorted(range(len(arms)), key=lambda i: -arms[i].width)
         self._distances = [[self._distance(i, j) for j in self._arms] for i in self._arms]
 
     def observe(self, arm: Arm, batch: int, context: int, seconds: float) -> None:
@@ -346,7 +346,7 @@ class RoundCosts:
             * self._prior.round_seconds(arm, batch, self._block_size, context)
             for index, arm in enumerate(self._arms)
         ]
-        for wide, narrow in pairwise(reversed(self._by_width)):
+        for wide, narrow in pairwise(self._widest_first):
             seconds[narrow] = min(seconds[narrow], seconds[wide])
         return seconds
 
