@@ -3,12 +3,13 @@
 One server per mode: plain, DFLASH, DDTREE at fixed widths and at a chosen one; then plain and a
 chosen width with an untrained drafter. All are started first and sleep while they have nothing to
 do; then the modes take turns (A B C A B C ...) for every concurrency, so that a noisy machine
-disturbs all alike. One JSON line per mode, drafter and concurrency: the median of output tokens per
-second over the repetitions, and of auto's rate over each other mode's in the same turn.
+disturbs all alike. One JSON line per prompt file, mode, drafter and concurrency: the median of
+output tokens per second over the repetitions, and of auto's rate over each other mode's in the same
+turn.
 
     python benchmarks/never_slower.py --prompts prompts.jsonl --out benchmarks/results/FILE.jsonl
 
-`prompts.jsonl` holds one object per line with `turns` (Spec-Bench) or `prompt`.
+Prompt files are those of `ddtree bench`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,7 @@ import contextlib
 import json
 import os
 import platform
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -32,11 +30,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ddtree.bench.servers import free_port
+from ddtree.bench.process import ServerProcess
+from ddtree.train.prompts import read_prompts
 
 SHIPPED, UNTRAINED = "shipped", "untrained"
 AUTO = "auto"
-_SGLANG = "from sglang.cli.main import main; main()"
+_PROMPTS = 64
+_LONGEST = 2000  # characters; what is longer measures prefill
 
 
 @dataclass(frozen=True)
@@ -61,39 +61,17 @@ def modes(name: str, folder: Path, widths: list[int], auto_width: int) -> list[M
     return [*found, Mode(AUTO, name, (*tree, str(auto_width)), chosen)]
 
 
-class Server:
-    """A running SGLang server on a free loopback port."""
+class Server(ServerProcess):
+    """A server of one mode, and what is asked of it."""
 
     def __init__(self, mode: Mode, target: Path, running: int, threads: int, log: Path) -> None:
-        self.port = free_port()
-        command = [
-            *(sys.executable, "-c", _SGLANG, "serve", "--host", "127.0.0.1"),
-            *("--port", str(self.port), "--model-path", str(target), "--dtype", "bfloat16"),
-            *("--context-length", "2048", "--max-total-tokens", "16384", "--sleep-on-idle"),
-            *("--max-running-requests", str(running), "--enable-metrics", *mode.flags),
+        arguments = [
+            *("--model-path", str(target), "--dtype", "bfloat16", "--context-length", "2048"),
+            *("--max-total-tokens", "16384", "--max-running-requests", str(running)),
+            *("--sleep-on-idle", "--enable-metrics", *mode.flags),
         ]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | dict(mode.environment)
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=output, env=environment, start_new_session=True
-            )
-        self._log = log
-
-    def await_ready(self, seconds: float = 300) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server stopped at start; see {self._log}")
-            with contextlib.suppress(OSError):
-                self._call("/health")
-                return
-            time.sleep(0.5)
-        raise RuntimeError(f"the server was not ready in {seconds:.0f} s; see {self._log}")
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        environment = {"OMP_NUM_THREADS": str(threads)} | dict(mode.environment)
+        super().__init__(mode.name, arguments, log, environment)
 
     def generate(self, prompt: str, tokens: int) -> int:
         """Tokens of one greedy answer."""
@@ -118,23 +96,19 @@ class Server:
     def _call(self, path: str, payload: dict[str, Any] | None = None) -> bytes:
         data = None if payload is None else json.dumps(payload).encode()
         headers = {"Content-Type": "application/json"}
-        url = f"http://127.0.0.1:{self.port}{path}"
-        request = urllib.request.Request(url, data, headers)
+        request = urllib.request.Request(f"{self.url}{path}", data, headers)
         with urllib.request.urlopen(request, timeout=600) as answer:
             return answer.read()
 
 
-def read_prompts(path: Path, tokenizer: Any, count: int) -> list[str]:
-    """Chat prompts, spread evenly over the file."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    chosen = lines[:: max(1, len(lines) // count)][:count]
-    records = [json.loads(line) for line in chosen]
-    texts = [r["turns"][0] if "turns" in r else r["prompt"] for r in records]
+def chat_prompts(path: Path, tokenizer: Any) -> list[str]:
+    """`_PROMPTS` chat prompts, spread evenly over the file."""
+    prompts = [p for p in read_prompts(path) if len(p.messages[0]["content"]) <= _LONGEST]
     return [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": text[:2000]}], add_generation_prompt=True, tokenize=False
+            list(prompt.messages), add_generation_prompt=True, tokenize=False
         )
-        for text in texts
+        for prompt in prompts[:: max(1, len(prompts) // _PROMPTS)][:_PROMPTS]
     ]
 
 
@@ -162,7 +136,7 @@ def running(
         for mode in compared:
             log = logs / f"{mode.name}-{mode.drafter}.log"
             servers[mode] = Server(mode, target, max(asked.concurrency), asked.threads, log)
-            servers[mode].await_ready()
+            servers[mode].start()
         yield servers
     finally:
         for server in servers.values():
@@ -170,9 +144,9 @@ def running(
 
 
 def measure(
-    servers: dict[Mode, Server], prompts: list[str], asked: argparse.Namespace
+    servers: dict[Mode, Server], name: str, prompts: list[str], asked: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Rates of every mode, taking turns, for every concurrency."""
+    """Rates of every mode on the prompts called `name`, taking turns, for every concurrency."""
     records = []
     for concurrency in asked.concurrency:
         rates: dict[Mode, list[float]] = {mode: [] for mode in servers}
@@ -181,9 +155,12 @@ def measure(
                 count = asked.requests * concurrency
                 mine = [prompts[(turn * count + i) % len(prompts)] for i in range(count)]
                 rates[mode].append(server.rate(mine, concurrency, asked.tokens))
-            print(concurrency, turn, {f"{m.name} {m.drafter}": round(r[-1], 1)
-                                      for m, r in rates.items()}, flush=True)  # fmt: skip
-        records += [_record(mode, concurrency, rates, server) for mode, server in servers.items()]
+            print(name, concurrency, turn, {f"{m.name} {m.drafter}": round(r[-1], 1)
+                                            for m, r in rates.items()}, flush=True)  # fmt: skip
+        records += [
+            {"prompts": name} | _record(mode, concurrency, rates, server)
+            for mode, server in servers.items()
+        ]
     return records
 
 
@@ -210,7 +187,7 @@ def _record(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--target", type=Path, help="folder; the default target if unset")
     parser.add_argument("--drafter", type=Path, help="folder; the shipped one if unset")
@@ -230,7 +207,8 @@ def main() -> None:
 
     target = asked.target or prepare_default_target()
     shipped = asked.drafter or Path(shipped_drafter() or parser.error("no drafter is shipped"))
-    prompts = read_prompts(asked.prompts, AutoTokenizer.from_pretrained(target), 64)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    prompts = {path.name: chat_prompts(path, tokenizer) for path in asked.prompts}
     with tempfile.TemporaryDirectory() as folder:
         drafters = {
             SHIPPED: shipped,
@@ -241,12 +219,13 @@ def main() -> None:
             compared = modes(name, drafter, asked.widths, asked.auto_width)
             with running(compared, target, asked, Path(folder)) as servers:
                 for server in servers.values():
-                    server.rate(prompts[:2], 2, 16)  # warm-up
-                records += measure(servers, prompts, asked)
+                    server.rate(next(iter(prompts.values()))[:2], 2, 16)  # warm-up
+                for file, texts in prompts.items():
+                    records += measure(servers, file, texts, asked)
     conditions = {
         "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
         "threads": asked.threads, "tokens": asked.tokens, "requests": asked.requests,
-        "repetitions": asked.repetitions, "prompts": asked.prompts.name, "dtype": "bfloat16",
+        "repetitions": asked.repetitions, "dtype": "bfloat16",
         "sglang": version("sglang"), "torch": version("torch"),
     }  # fmt: skip
     with asked.out.open("w", encoding="utf-8") as out:

@@ -196,12 +196,12 @@ def test_a_server_that_cannot_start_says_why_and_leaves_nothing(tiny_pair, promp
     )  # fmt: skip
     with pytest.raises(BenchError, match="pipeline parallelism"):
         server.open()
-    assert not members(server._process.pid)
+    assert not members(server.server.process.pid)
 
 
 def test_closing_stops_every_process_of_the_server(started):
     """Last: the plain server is gone after it."""
-    group = started[0]._process.pid
+    group = started[0].server.process.pid
     assert len(members(group)) >= 3, "scheduler, detokenizer, HTTP server"
     started[0].close()
     assert not members(group)

@@ -10,36 +10,36 @@ skip where SGLang is not installed.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import importlib.util
 import json
 import os
 import random
 import re
-import signal
-import subprocess
-import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from . import tiny
 
+if TYPE_CHECKING:
+    from ddtree.bench.process import ServerProcess
+
 MAX_ALIVE = 2
-START_SECONDS = 300
-# What the script `sglang` runs.
-_SGLANG_COMMAND = "from sglang.cli.main import main; main()"
-# One thread per process: two of these tests' servers share two cores, and OpenMP threads that spin
-# for each other are much slower than one.
 # Processors may read the output so far, which the host knows only without overlap scheduling.
 IN_STEP = ("--disable-overlap-schedule", "--enable-custom-logit-processor")
+# Whether a small pool fills depends on how fast clients ask; SGLang's own tests retract by this.
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
+# A width chosen every round, at random (see `any_width/sitecustomize.py`).
+_PYTHONPATH = filter(None, [str(Path(__file__).parent / "any_width"), os.environ.get("PYTHONPATH")])
+ANY_WIDTH = {"DDTREE_BUDGET": "auto", "PYTHONPATH": os.pathsep.join(_PYTHONPATH)}
+# One thread per process: two of these tests' servers share two cores, and OpenMP threads that spin
+# for each other are much slower than one.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -54,69 +54,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
-@dataclass(eq=False)
 class Server:
     """A running server and the requests tests make of it."""
 
-    arguments: tuple[str, ...]
-    log: Path
-    environment: dict[str, str]
-    pool: ServerPool = field(repr=False)
-    port: int = 0
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    def __init__(self, process: ServerProcess, pool: ServerPool) -> None:
+        self._process, self._pool = process, pool
 
     @property
     def url(self) -> str:
         """Where it answers; started anew if it had to make room."""
-        self.pool.wake(self)
-        return f"http://127.0.0.1:{self.port}"
+        self._pool.wake(self)
+        return self._process.url
+
+    @property
+    def port(self) -> int:
+        return self._process.port
+
+    @property
+    def log(self) -> Path:
+        return self._process.log
+
+    @property
+    def alive(self) -> bool:
+        return self._process.alive
 
     def start(self) -> None:
-        from ddtree.bench.servers import free_port  # needs what comes with SGLang's extras
+        from ddtree.bench.plan import BenchError
 
-        self.port = free_port()
-        command = [sys.executable, "-c", _SGLANG_COMMAND, "serve", "--host", "127.0.0.1",
-                   "--port", str(self.port), "--sleep-on-idle", *self.arguments]  # fmt: skip
-        with self.log.open("wb") as log:
-            # A session of its own, so that stopping it reaches every process it started.
-            self.process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | ENVIRONMENT | self.environment,
-                start_new_session=True,
-            )
-        self._await_health()
-
-    def _await_health(self) -> None:
-        assert self.process is not None
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                pytest.fail(f"the server stopped at start:\n{self.tail()}")
-            with (
-                contextlib.suppress(OSError),
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5),
-            ):
-                return
-            time.sleep(0.5)
-        pytest.fail(f"the server did not answer within {START_SECONDS} s:\n{self.tail()}")
+        try:
+            self._process.start()
+        except BenchError as error:
+            pytest.fail(f"{error}\n{self.tail()}")
 
     def stop(self) -> None:
-        if self.process is None:
-            return
-        if self.process.poll() is None:
-            # At once: on SIGTERM the server takes ten seconds to look for a crash.
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self.process = None
+        self._process.stop()
 
     def tail(self, lines: int = 40) -> str:
         text = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(line[:400] for line in text[-lines:])
-
-    def alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         """One `/generate` call."""
@@ -167,13 +142,19 @@ class ServerPool:
         self._waking = threading.Lock()
 
     def get(self, *arguments: str, environment: dict[str, str] | None = None) -> Server:
-        environment = environment or {}
+        from ddtree.bench.process import ServerProcess  # needs what comes with SGLang's extras
+
+        environment = ENVIRONMENT | (environment or {})
         key = (arguments, *sorted(environment.items()))
         if key not in self._known:
-            log = self._logs / f"server-{len(self._known) + 1}.log"
-            self._known[key] = Server(arguments, log, environment, self)
+            name = f"server-{len(self._known) + 1}"
+            process = ServerProcess(
+                name, ("--sleep-on-idle", *arguments), self._logs / f"{name}.log", environment
+            )
+            self._known[key] = Server(process, self)
         server = self._known[key]
-        if server.process is not None and not server.alive():  # a test before this one broke it
+        if server in self._running and not server.alive:  # a test before this one broke it
+            self._running.remove(server)
             server.stop()
         self.wake(server)
         return server
@@ -186,14 +167,10 @@ class ServerPool:
         with self._waking:
             if server in self._running:
                 self._running.remove(server)
-            if server.process is None:
+            else:
                 while len(self._running) >= MAX_ALIVE:
                     self._running.pop(0).stop()
-                try:
-                    server.start()
-                except BaseException:
-                    server.stop()
-                    raise
+                server.start()
             self._running.append(server)
 
     def stop_all(self) -> None:

@@ -96,8 +96,6 @@ def test_serve_fills_in_sglangs_flags() -> None:
         mode=Mode.DDTREE,
         budget=16,
         block_size=8,
-        host="127.0.0.1",
-        port=30000,
         dtype="auto",
         extra=["--page-size", "16"],
     )

@@ -1,4 +1,4 @@
-"""Hybrid targets (gated DeltaNet beside attention): plain, DFLASH and DDTREE say the same in fp32.
+"""Hybrid targets (recurrent layers beside attention): plain, DFLASH, DDTREE say the same in fp32.
 
 The layers run in plain torch on the CPU platform; transformers is the second opinion on what the
 plain server says.
@@ -7,6 +7,7 @@ plain server says.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from . import families
-from .conftest import ServerPool, TinyModels, outcome, tiny_requests
+from .conftest import (
+    ANY_WIDTH,
+    RETRACTING,
+    Server,
+    ServerPool,
+    TinyModels,
+    outcome,
+    rounds_by_arm,
+    tiny_requests,
+)
 from .test_families import dflash
 from .test_tree_equals_plain import mean_accept_length
 
@@ -41,15 +51,21 @@ def plain(servers: ServerPool, models: TinyModels, requests: list[dict[str, Any]
     return servers.get(*models.plain()).generate_all(requests)
 
 
-def test_the_plain_server_says_what_transformers_says(
-    models: TinyModels, plain: list[Any], requests: list[dict[str, Any]]
+def assert_transformers_says(
+    target: Path, requests: list[dict[str, Any]], answers: list[Any]
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(models.target, dtype=torch.float32)
-    for request, answer in zip(requests, plain, strict=True):
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    for request, answer in zip(requests, answers, strict=True):
         prompt, said = request["input_ids"], answer["output_ids"]
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == said
+
+
+def test_the_plain_server_says_what_transformers_says(
+    models: TinyModels, plain: list[Any], requests: list[dict[str, Any]]
+) -> None:
+    assert_transformers_says(models.target, requests, plain)
 
 
 def test_chains_say_the_same(
@@ -60,16 +76,22 @@ def test_chains_say_the_same(
     assert mean_accept_length(chains) > 1
 
 
-# Width 33 with a snapshot for the radix cache every 64 tokens, also between a tree's nodes; width 9
-# by the defaults; width 2 in a pool that does not hold all the requests it is told to admit.
-SERVED = {
-    33: ("--mamba-track-interval", "64", "--chunked-prefill-size", "64"),
-    9: (),
-    2: ("--max-total-tokens", "640", "--schedule-conservativeness", "0.1", "--disable-radix-cache"),
+# A snapshot for the radix cache every 64 tokens, also between a tree's nodes.
+TRACKED = ("--mamba-track-interval", "64", "--chunked-prefill-size", "64")
+# Width 9 stands for every width up to it, in turn; width 2 is served in a pool that fills.
+SERVED: dict[int, tuple[tuple[str, ...], dict[str, str]]] = {
+    33: (TRACKED, {}),
+    9: (("--enable-metrics",), ANY_WIDTH | RETRACTING),
+    2: (("--max-total-tokens", "640", "--disable-radix-cache"), RETRACTING),
 }
 
 
-@pytest.mark.parametrize("width", [33, pytest.param(9, marks=pytest.mark.slow), 2])
+def serve(servers: ServerPool, models: TinyModels, width: int) -> Server:
+    flags, environment = SERVED[width]
+    return servers.get(*models.ddtree(width, *flags), environment=environment)
+
+
+@pytest.mark.parametrize("width", [33, 9, pytest.param(2, marks=pytest.mark.slow)])
 def test_trees_say_the_same(
     servers: ServerPool,
     models: TinyModels,
@@ -77,20 +99,22 @@ def test_trees_say_the_same(
     plain: list[Any],
     width: int,
 ) -> None:
-    server = servers.get(*models.ddtree(width, *SERVED[width]))
+    server = serve(servers, models, width)
     trees = server.generate_all(requests)
     assert [outcome(a) for a in trees] == [outcome(a) for a in plain]
     assert mean_accept_length(trees) > 1
     # Again, in mixed batches and where there is one from the radix cache.
     trees = server.generate_all(requests, at_once=8, seed=1)
     assert [outcome(a) for a in trees] == [outcome(a) for a in plain]
+    if width == 9:
+        assert rounds_by_arm(server).keys() == {"plain", "chain8", "tree5", "tree9"}
 
 
 def test_a_second_turn_starts_from_the_state_of_an_accepted_node(
     servers: ServerPool, models: TinyModels
 ) -> None:
     """The first turn ends at 144 tokens, so what is cached of it was tracked inside a tree."""
-    server = servers.get(*models.ddtree(33, *SERVED[33]))
+    server = serve(servers, models, 33)
     rng = random.Random(3)
     sampling = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
     second_turns = []
@@ -109,7 +133,7 @@ def test_a_second_turn_starts_from_the_state_of_an_accepted_node(
 def test_requests_are_retracted_and_resumed(
     servers: ServerPool, models: TinyModels, requests: list[dict[str, Any]]
 ) -> None:
-    server = servers.get(*models.ddtree(2, *SERVED[2]))
+    server = serve(servers, models, 9)
     long = [r | {"sampling_params": r["sampling_params"] | LONG} for r in requests]
     answers = server.generate_all(long, at_once=16, seed=2)
     expected = servers.get(*models.plain()).generate_all(long)
@@ -118,7 +142,7 @@ def test_requests_are_retracted_and_resumed(
 
 
 def test_the_launch_says_what_the_nodes_take(servers: ServerPool, models: TinyModels) -> None:
-    server = servers.get(*models.ddtree(33, *SERVED[33]))
+    server = serve(servers, models, 33)
     log = server.log.read_text(encoding="utf-8", errors="replace")
     # Two layers; per node 4 heads of a key and a value of 16 and a decay, and 128 channels.
     per_node = 2 * (4 * ((16 + 16) * 4 + 8) + 128 * 4) / 1024

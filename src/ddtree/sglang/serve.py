@@ -17,7 +17,7 @@ _AUTO, _AUTO_NODES = "auto", 32
 # On an accelerator every round has the launch width.
 _NODES = "16"
 # What the script `sglang` runs; the script itself need not be on the path.
-_SGLANG_COMMAND = "from sglang.cli.main import main; main()"
+SGLANG_COMMAND = "from sglang.cli.main import main; main()"
 
 
 class Mode(StrEnum):
@@ -35,13 +35,11 @@ def launch_arguments(
     mode: Mode,
     budget: int,
     block_size: int | None,
-    host: str,
-    port: int,
     dtype: str,
     extra: list[str],
 ) -> list[str]:
     """Arguments of `sglang serve` for these choices; `extra` comes last and wins."""
-    arguments = ["--model-path", target, "--host", host, "--port", str(port), "--dtype", dtype]
+    arguments = ["--model-path", target, "--dtype", dtype]
     if not _accelerated():
         arguments += _CPU_ARGUMENTS
     if mode is Mode.AR:
@@ -111,16 +109,14 @@ def serve(
         mode=mode,
         budget=_AUTO_NODES if budget == _AUTO else int(budget),
         block_size=block_size,
-        host=host,
-        port=port,
         dtype=dtype,
-        extra=list(context.args),
+        extra=["--host", host, "--port", str(port), *context.args],
     )
     typer.echo(_first_request(host, port))
     if budget == _AUTO:
         os.environ["DDTREE_BUDGET"] = _AUTO
     # Replace this process, so that signals and exit codes are the server's own.
-    command = [sys.executable, "-c", _SGLANG_COMMAND, "serve", *arguments]
+    command = [sys.executable, "-c", SGLANG_COMMAND, "serve", *arguments]
     os.execv(sys.executable, command)
 
 
