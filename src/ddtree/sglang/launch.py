@@ -58,7 +58,7 @@ def resolve_arguments(server_args: Any, platform: SRTPlatform) -> None:
     server_args.speculative_eagle_topk = 1
     if server_args.max_running_requests is None:
         server_args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS
-    _check_recurrent(server_args, target)
+    _check_recurrent(server_args, settings, target)
     if server_args.enable_mixed_chunk:
         server_args.enable_mixed_chunk = False
         logger.warning("DDTREE does not mix prefill chunks into decode rounds; turned off.")
@@ -177,7 +177,7 @@ def _check_pair(drafter: DFlashConfig, target: ModelConfig) -> None:
         )
 
 
-def _check_recurrent(args: Any, target: ModelConfig) -> None:
+def _check_recurrent(args: Any, settings: Settings, target: ModelConfig) -> None:
     """Recurrent layers are verified over trees by the CPU platform's backend alone."""
     config = mambaish_config(target)
     if config is None:
@@ -192,6 +192,11 @@ def _check_recurrent(args: Any, target: ModelConfig) -> None:
             f"This target ({config.model_type}) has recurrent layers, and DDTREE verifies trees "
             f"through them on ddtree-cpu only, not with {args.attention_backend}; serve it with "
             "--speculative-algorithm DFLASH."
+        )
+    if settings.budget == AUTO:
+        raise ValueError(
+            "DDTREE_BUDGET is 'auto', and this target has recurrent layers, which are served at "
+            "one width; set DDTREE_BUDGET=fixed."
         )
     per_width = _recurrent_node_bytes(config, target.dtype.itemsize) * args.max_running_requests
     free = psutil.virtual_memory().available
