@@ -13,7 +13,6 @@ import psutil
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.platforms.interface import SRTPlatform
-from sglang.srt.runtime_context import get_parallel
 
 from ddtree.delta import node_bytes
 from ddtree.drafter.config import (
@@ -179,8 +178,7 @@ def _check_pair(drafter: DFlashConfig, target: ModelConfig) -> None:
 
 def _check_recurrent(args: Any, settings: Settings, target: ModelConfig) -> None:
     """Recurrent layers are verified over trees by the CPU platform's backend alone."""
-    config = mambaish_config(target)
-    if config is None:
+    if mambaish_config(target) is None:
         return
     if hybrid_gdn_config(target) is None:
         raise ValueError(
@@ -189,8 +187,8 @@ def _check_recurrent(args: Any, settings: Settings, target: ModelConfig) -> None
         )
     if args.attention_backend != ATTENTION_BACKEND:
         raise ValueError(
-            f"This target ({config.model_type}) has recurrent layers, and DDTREE verifies trees "
-            f"through them on ddtree-cpu only, not with {args.attention_backend}; serve it with "
+            "This target has recurrent layers (gated DeltaNet), and DDTREE verifies trees through "
+            f"them on ddtree-cpu only, not with {args.attention_backend}; serve it with "
             "--speculative-algorithm DFLASH."
         )
     if settings.budget == AUTO:
@@ -198,7 +196,7 @@ def _check_recurrent(args: Any, settings: Settings, target: ModelConfig) -> None
             "DDTREE_BUDGET is 'auto', and this target has recurrent layers, which are served at "
             "one width; set DDTREE_BUDGET=fixed."
         )
-    per_width = _recurrent_node_bytes(config, target.dtype.itemsize) * args.max_running_requests
+    per_width = _recurrent_node_bytes(target) * args.max_running_requests
     free = psutil.virtual_memory().available
     width = args.speculative_num_draft_tokens
     if width * per_width > free:
@@ -210,14 +208,16 @@ def _check_recurrent(args: Any, settings: Settings, target: ModelConfig) -> None
         )
 
 
-def _recurrent_node_bytes(config: Any, itemsize: int) -> int:
-    """What a tree's node leaves behind in all recurrent layers, on all ranks together."""
-    with get_parallel().override(attn_tp_size=1):
-        params = config.mamba2_cache_params
-    heads, value_size, key_size = params.shape.temporal
-    gates = key_size if params.is_kda else 1
-    channels = max(params.shape.conv[0])
-    return len(params.layers) * node_bytes(heads, key_size, value_size, gates, channels, itemsize)
+def _recurrent_node_bytes(target: ModelConfig) -> int:
+    """What a tree's node leaves behind in all gated DeltaNet layers, on all ranks together."""
+    config = hybrid_gdn_config(target)
+    heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
+    key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
+    channels = 2 * keys * key_size + heads * value_size
+    itemsize = target.dtype.itemsize
+    return len(config.linear_layer_ids) * node_bytes(
+        heads, key_size, value_size, channels, itemsize
+    )
 
 
 def _resolve_widths(args: Any, drafter: DFlashConfig, target: ModelConfig) -> None:

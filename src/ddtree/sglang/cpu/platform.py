@@ -99,16 +99,17 @@ class DDTreeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         The operators of recurrent layers are installed here, before their pools and backends are
         made: their modules import the one that calls `init_backend`.
         """
-        from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
         from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
         from ddtree.sglang.cpu.packed import pack_model
 
         pack_model(model)
-        if any(isinstance(m, RadixLinearAttention | MambaMixer2) for m in model.modules()):
-            from ddtree.sglang.cpu.recurrent import install_recurrent_operators
+        for layer in model.modules():
+            if isinstance(layer, RadixLinearAttention):
+                from ddtree.sglang.cpu.recurrent import install_recurrent_operators
 
-            install_recurrent_operators(model.get_input_embeddings().weight.dtype)
+                install_recurrent_operators(layer.conv_weights.dtype)
+                break
         from sglang.srt.models.dflash import DFlashDraftModel
 
         if not isinstance(model, DFlashDraftModel):
