@@ -193,10 +193,11 @@ def _side_by_side(file: Path, part: str) -> str:
 
 
 def _never_slower(file: Path) -> str:
-    """Rates by concurrency, and auto's against the best of the others of its drafter."""
+    """Rates by case, and auto's against the best of the others with its drafter."""
     records = _records(file)
     names = list(dict.fromkeys(r["mode"] for r in records if r["drafter"] != "untrained"))
     head = [
+        "prompts",
         "requests in flight",
         "drafter",
         *(f"{name}, tokens/s" for name in names),
@@ -204,13 +205,14 @@ def _never_slower(file: Path) -> str:
     ]
     rows = []
     for auto in (r for r in records if "over_best" in r):
+        case = [auto[key] for key in ("prompts", "concurrency", "drafter")]
         rates = {
             r["mode"]: f"{r['median']:.1f}"
             for r in records
-            if r["concurrency"] == auto["concurrency"] and r["drafter"] == auto["drafter"]
+            if [r["prompts"], r["concurrency"], r["drafter"]] == case
         }
         shown = [rates.get(name, "") for name in names]
-        rows.append([str(auto["concurrency"]), auto["drafter"], *shown, f"{auto['over_best']:.2f}"])
+        rows.append([*map(str, case), *shown, f"{auto['over_best']:.2f}"])
     return markdown_table(head, rows)
 
 
