@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from ddtree.delta import (
+    TreeUpdate,
+    additive_rule,
     chain_parents,
     chain_visibility,
     convolve_paths,
@@ -39,7 +41,7 @@ def path_to(parents: Tensor, node: int) -> list[int]:
     return path[::-1]
 
 
-def inputs(nodes: int, seed: int = 0) -> tuple[Tensor, ...]:
+def inputs(nodes: int, gates: int, seed: int = 0) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -47,24 +49,39 @@ def inputs(nodes: int, seed: int = 0) -> tuple[Tensor, ...]:
 
     keys = torch.nn.functional.normalize(draw(nodes, KEY), dim=-1)
     # Some decays are so strong that their inverse overflows.
-    gates = -(draw(nodes).exp() ** 3)
+    decays = -(draw(nodes, gates).exp() ** 3)
     states = draw(VALUE, KEY)
-    return draw(nodes, KEY), keys, draw(nodes, VALUE), gates, draw(nodes).sigmoid(), states
+    return draw(nodes, KEY), keys, draw(nodes, VALUE), decays, draw(nodes).sigmoid(), states
 
 
-def step(state: Tensor, key: Tensor, value: Tensor, gate: Tensor, beta: Tensor) -> Tensor:
-    """The rule as published, for one token of one head: [V, K]."""
+def rule(erases: bool, *tokens: Tensor) -> tuple[Tensor, TreeUpdate]:
+    queries, keys, values, gates, betas, states, visibility = tokens
+    if erases:
+        return delta_rule(queries, keys, values, gates, betas, states, visibility)
+    return additive_rule(queries, keys, values, gates, states, visibility)
+
+
+def step(
+    state: Tensor, key: Tensor, value: Tensor, gate: Tensor, beta: Tensor, erases: bool
+) -> Tensor:
+    """The rules as published, for one token of one head: [V, K]."""
     state = state * gate.exp()
-    return state + beta * torch.outer(value - state @ key, key)
+    if erases:
+        return state + beta * torch.outer(value - state @ key, key)
+    return state + torch.outer(value, key)
 
 
+# Gated DeltaNet, Kimi Delta Attention, Mamba2.
+KINDS = [(1, True), (KEY, True), (1, False)]
+
+
+@pytest.mark.parametrize(("gates", "erases"), KINDS)
 @pytest.mark.parametrize("nodes", [1, 2, 9, 33])
-def test_every_node_starts_from_its_parents_state(nodes: int) -> None:
-    queries, keys, values, gates, betas, states = inputs(nodes)
+def test_every_node_starts_from_its_parents_state(nodes: int, gates: int, erases: bool) -> None:
+    *tokens, states = inputs(nodes, gates)
     parents = random_parents(nodes, seed=nodes)
-    outputs, update = delta_rule(
-        queries, keys, values, gates, betas, states, ancestor_visibility(parents)
-    )
+    outputs, update = rule(erases, *tokens, states, ancestor_visibility(parents))
+    queries, *rest = tokens
     for row in range(BATCH):
         after = update.states_after(
             torch.tensor([[row, node] for node in range(nodes)]),
@@ -74,22 +91,22 @@ def test_every_node_starts_from_its_parents_state(nodes: int) -> None:
             for head in range(HEADS):
                 state = states[row, head]
                 for place in path_to(parents[row], node):
-                    at = (row, head, place)
-                    state = step(state, keys[at], values[at], gates[at], betas[at])
+                    state = step(state, *(part[row, head, place] for part in rest), erases)
                 torch.testing.assert_close(after[node, head], state, **TOLERANCE)
                 expected = state @ queries[row, head, node]
                 torch.testing.assert_close(outputs[row, head, node], expected, **TOLERANCE)
 
 
-def test_a_chain_in_pieces_is_the_chain_at_once() -> None:
-    *tokens, states = inputs(40)
-    whole, update = delta_rule(*tokens, states, chain_visibility(40, states.device))
+@pytest.mark.parametrize(("gates", "erases"), KINDS)
+def test_a_chain_in_pieces_is_the_chain_at_once(gates: int, erases: bool) -> None:
+    *tokens, states = inputs(40, gates)
+    whole, update = rule(erases, *tokens, states, chain_visibility(40, states.device))
     ends = torch.tensor([[row, 39] for row in range(BATCH)])
     final = update.states_after(ends, states)
     pieces = []
     for start, end in ((0, 16), (16, 17), (17, 40)):
         piece = [part[:, :, start:end] for part in tokens]
-        out, update = delta_rule(*piece, states, chain_visibility(end - start, states.device))
+        out, update = rule(erases, *piece, states, chain_visibility(end - start, states.device))
         last = torch.tensor([[row, end - start - 1] for row in range(BATCH)])
         states = update.states_after(last, states)
         pieces.append(out)

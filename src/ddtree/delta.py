@@ -1,21 +1,25 @@
-"""The gated delta rule over trees: recurrent layers whose nodes start from their parents.
+"""Recurrent layers over trees: nodes that start from their parents' states.
 
-A layer of this kind keeps one matrix per head. A token decays it, erases what it held under the
-token's key and writes the token's value there:
+A layer of this kind keeps one matrix per head. Under the gated delta rule a token decays it, erases
+what it held under the token's key and writes the token's value there:
 
-    S  <-  exp(g) S;      S  <-  S + beta (v - S k) k^T;      output  =  S q
+    S  <-  S diag(exp(g));      S  <-  S + beta (v - S k) k^T;      output  =  S q
+
+with one g per head (gated DeltaNet; Yang et al. 2024, arXiv 2412.06464, give the chunked form of a
+chain) or one per key channel (Kimi Delta Attention; arXiv 2510.26692). Mamba2's rule erases
+nothing, S <- exp(g) S + v k^T (Dao and Gu 2024, arXiv 2405.21060).
 
 A state cannot be masked as attention can, but what the tokens of a tree add to it can. Unrolled
-along the path from the root to a node n, with G the sum of g along a path,
+along the path from the root to a node n, with G the sum of g along a path and D_ij =
+diag(exp(G_i - G_j)),
 
-    S_n  =  exp(G_n) S_0  +  sum over j on the path of  exp(G_n - G_j) u_j k_j^T
-    u_i  =  beta_i (v_i - exp(G_i) S_0 k_i - sum over ancestors j of exp(G_i - G_j) (k_j . k_i) u_j)
+    S_n  =  S_0 diag(exp(G_n))  +  sum over j on the path of  u_j k_j^T D_nj
+    u_i  =  beta_i (v_i - S_0 diag(exp(G_i)) k_i - sum over ancestors j of (k_j^T D_ij k_i) u_j)
 
-and with ancestors before their descendants the second line is one triangular system for all nodes.
-So a tree is verified in one batched pass without a state per node: `TreeUpdate` keeps the two
-vectors per node and head from which the state of the accepted node is made. A chain is the tree of
-one path, and a decoded token the tree of one node (Yang et al. 2024, arXiv 2412.06464, give the
-chunked form of a chain).
+and with ancestors before their descendants the second line is one triangular system for all nodes;
+in Mamba2's rule u is v. So a tree is verified in one batched pass without a state per node:
+`TreeUpdate` keeps the vectors per node and head from which the state of the accepted node is made.
+A chain is the tree of one path, and a decoded token the tree of one node.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ class TreeUpdate:
     Attributes:
         keys: float32 [B, H, N, K].
         writes: float32 [B, H, N, V], the vectors u.
-        decays: float64 [B, H, N], the sums G: differences of large ones must stay exact.
+        decays: float64 [B, H, N, K or 1], the sums G: differences of large ones must stay exact.
         visibility: bool [B, N, N], ancestor or self.
     """
 
@@ -52,11 +56,12 @@ class TreeUpdate:
         """
         rows, ends = nodes.unbind(1)
         decays = self.decays[rows]
-        reached = decays.gather(2, ends[:, None, None].expand(-1, decays.shape[1], 1))
-        seen = self.visibility[rows, ends][:, None]
+        heads, gates = decays.shape[1], decays.shape[3]
+        reached = decays.gather(2, ends[:, None, None, None].expand(-1, heads, 1, gates))
+        seen = self.visibility[rows, ends][:, None, :, None]
         weights = (reached - decays).masked_fill(~seen, float("-inf")).exp().float()
-        added = (self.writes[rows] * weights[..., None]).transpose(2, 3) @ self.keys[rows]
-        return reached.exp().float()[..., None] * states + added
+        added = self.writes[rows].transpose(2, 3) @ (weights * self.keys[rows])
+        return reached.exp().float() * states + added
 
 
 def delta_rule(
@@ -73,31 +78,68 @@ def delta_rule(
     Args:
         queries, keys: float32 [B, H, N, K]; queries scaled.
         values: float32 [B, H, N, V].
-        gates: float32 [B, H, N], logarithms of the decays, at most 0.
+        gates: float32 [B, H, N, 1], or [B, H, N, K] for a decay per channel of the keys; the
+            decays' logarithms, at most 0.
         betas: float32 [B, H, N].
         states: float32 [B, H, V, K] before the roots.
         visibility: bool [B or 1, N, N], ancestor or self; a parent comes before its children.
     Returns:
         Outputs float32 [B, H, N, V], and the update.
     """
-    decays = (visibility[:, None].double() @ gates.double()[..., None]).squeeze(-1)
-    between = decays[..., :, None] - decays[..., None, :]
-    between = between.masked_fill(~visibility[:, None], float("-inf")).exp().float()
-    start = decays.exp().float()[..., None]
-    wanted = values - start * (keys @ states.transpose(2, 3))
-    overlap = betas[..., None] * between * (keys @ keys.transpose(2, 3))
+    decays = _sums(gates, visibility)
+    between = _between(decays, visibility)
+    start = decays.exp().float()
+    wanted = values - (start * keys) @ states.transpose(2, 3)
     writes = torch.linalg.solve_triangular(
-        overlap, betas[..., None] * wanted, upper=False, unitriangular=True
+        betas[..., None] * _products(keys, keys, between),
+        betas[..., None] * wanted,
+        upper=False,
+        unitriangular=True,
     )
-    outputs = start * (queries @ states.transpose(2, 3))
-    outputs = outputs + (between * (queries @ keys.transpose(2, 3))) @ writes
+    outputs = (start * queries) @ states.transpose(2, 3)
+    outputs = outputs + _products(queries, keys, between) @ writes
     return outputs, TreeUpdate(keys, writes, decays, visibility.expand(len(keys), -1, -1))
 
 
-def node_bytes(heads: int, key_size: int, value_size: int, channels: int, itemsize: int) -> int:
-    """What a verified node leaves behind in one layer: its part of `TreeUpdate`, and its inputs of
-    the convolution of `channels` columns of `itemsize` bytes."""
-    return heads * (4 * (key_size + value_size) + 8) + channels * itemsize
+def additive_rule(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    gates: Tensor,
+    states: Tensor,
+    visibility: Tensor,
+) -> tuple[Tensor, TreeUpdate]:
+    """`delta_rule` for layers that write without erasing (Mamba2)."""
+    decays = _sums(gates, visibility)
+    outputs = (decays.exp().float() * queries) @ states.transpose(2, 3)
+    outputs = outputs + _products(queries, keys, _between(decays, visibility)) @ values
+    return outputs, TreeUpdate(keys, values, decays, visibility.expand(len(keys), -1, -1))
+
+
+def _sums(gates: Tensor, visibility: Tensor) -> Tensor:
+    """Sums along paths, float64 as `gates` [B, H, N, G]."""
+    return visibility[:, None].double() @ gates.double()
+
+
+def _between(decays: Tensor, visibility: Tensor) -> Tensor:
+    """exp(G_i - G_j) for j on the path to i, else 0: float32 [B, H, N, N, G]."""
+    between = decays[..., :, None, :] - decays[..., None, :, :]
+    return between.masked_fill(~visibility[:, None, :, :, None], float("-inf")).exp().float()
+
+
+def _products(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
+    """Decayed inner products of every node's `left` with `right` along its path: [B, H, N, N]."""
+    if between.shape[-1] == 1:
+        return between[..., 0] * (left @ right.transpose(2, 3))
+    return torch.einsum("bhik,bhjk,bhijk->bhij", left, right, between)
+
+
+def node_bytes(
+    heads: int, key_size: int, value_size: int, gates: int, channels: int, itemsize: int
+) -> int:
+    """What a verified node leaves behind in one layer: its part of `TreeUpdate` with `gates` decays
+    per head, and its inputs of the convolution of `channels` columns of `itemsize` bytes."""
+    return heads * (4 * (key_size + value_size) + 8 * gates) + channels * itemsize
 
 
 def chain_visibility(nodes: int, device: torch.device) -> Tensor:

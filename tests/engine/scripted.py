@@ -53,6 +53,23 @@ _LATENT = {
     "v_head_dim": 8,
     "num_key_value_heads": 4,
 }
+_KIMI = _LATENT | {
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "num_expert_group": 1,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "layer_types": _GATED_DELTA["layer_types"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "model_max_length": 128,
+}
+_MAMBA2 = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "ssm_state_size": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {}),
@@ -64,7 +81,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, **_WINDOWED}),
     "deepseek-v3": ("DeepseekV3", _LATENT),
     "qwen3-next": ("Qwen3Next", _MOE | _GATED_DELTA | {"shared_expert_intermediate_size": 16}),
+    "kimi-linear": ("KimiLinear", _KIMI),
+    "nemotron-h": ("NemotronH", _MAMBA2),
 }
+RECURRENT = {"qwen3-next", "kimi-linear", "nemotron-h"}  # a state per node
 
 
 def tiny_target(name: str = "llama", seed: int = 0, **changes: Any) -> Any:

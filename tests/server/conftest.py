@@ -12,6 +12,7 @@ from __future__ import annotations
 import concurrent.futures
 import importlib.util
 import json
+import os
 import random
 import re
 import threading
@@ -34,6 +35,9 @@ MAX_ALIVE = 2
 IN_STEP = ("--disable-overlap-schedule", "--enable-custom-logit-processor")
 # Whether a small pool fills depends on how fast clients ask; SGLang's own tests retract by this.
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
+# A width chosen every round, at random (see `any_width/sitecustomize.py`).
+_PYTHONPATH = filter(None, [str(Path(__file__).parent / "any_width"), os.environ.get("PYTHONPATH")])
+ANY_WIDTH = {"DDTREE_BUDGET": "auto", "PYTHONPATH": os.pathsep.join(_PYTHONPATH)}
 # One thread per process: two of these tests' servers share two cores, and OpenMP threads that spin
 # for each other are much slower than one.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

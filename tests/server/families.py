@@ -29,6 +29,27 @@ _SHARED = {
     "bos_token_id": 1,
     "pad_token_id": 0,
 }
+# What hub checkpoints of a family say besides, or in place of what transformers writes (None).
+_HUB_KEYS: dict[str, dict[str, Any]] = {
+    "kimi_linear": {
+        "linear_attn_config": {
+            "kda_layers": [1, 2],
+            "full_attn_layers": [3],
+            "head_dim": 16,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "first_k_dense_replace": 0,
+        "mla_use_nope": True,
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*M",
+        "layers_block_type": None,
+        "rope_parameters": None,
+        "mamba_n_groups": 2,
+        "mamba_chunk_size": 64,
+    },
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"intermediate_size": 128},
     "qwen3": {"intermediate_size": 128},
@@ -99,6 +120,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "beta_slow": 1,
         },
     },
+    "kimi_linear": {
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "num_key_value_heads": tiny.HEADS,
+        "routed_scaling_factor": 1.5,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "mlp_layer_types": ["sparse"] * tiny.TARGET_LAYERS,
+    },
+    "nemotron_h": {
+        "intermediate_size": 128,
+        "layers_block_type": ["linear_attention", "full_attention", "linear_attention"],
+        "ssm_state_size": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+    },
 }
 
 
@@ -121,20 +167,23 @@ def family_model(family: str, *, seed: int = 0, **config: Any) -> Any:
 def write_family(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Path:
     """The checkpoint of `family_model`."""
     family_model(family, seed=seed, **config).save_pretrained(folder)
-    return _with_older_keys(folder)
+    return _with_hub_keys(folder)
 
 
 def write_config(folder: Path, family: str, architecture: str) -> Path:
     """A checkpoint without weights, for what is decided before they are loaded."""
     settings = AutoConfig.for_model(family, **(_SHARED | {"architectures": [architecture]}))
     settings.save_pretrained(folder)
-    return _with_older_keys(folder)
+    return _with_hub_keys(folder)
 
 
-def _with_older_keys(folder: Path) -> Path:
-    """SGLang reads older checkpoints' key, and a drafter is matched by it."""
+def _with_hub_keys(folder: Path) -> Path:
+    """SGLang reads the hub's checkpoints' keys, and a drafter is matched by one of them."""
     path = folder / "config.json"
     settings = json.loads(path.read_text())
-    settings.setdefault("rope_theta", settings["rope_parameters"]["rope_theta"])
+    settings |= _HUB_KEYS.get(settings["model_type"], {})
+    if settings["rope_parameters"] is not None:
+        settings.setdefault("rope_theta", settings["rope_parameters"]["rope_theta"])
+    settings = {key: value for key, value in settings.items() if value is not None}
     path.write_text(json.dumps(settings, indent=1))
     return folder

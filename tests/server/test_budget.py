@@ -6,24 +6,28 @@ controller chooses is tested in `tests/test_budget.py` and on the default model.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from . import test_requests
-from .conftest import Server, ServerPool, TinyModels, outcome, rounds_by_arm, tiny_requests
+from .conftest import (
+    ANY_WIDTH,
+    Server,
+    ServerPool,
+    TinyModels,
+    outcome,
+    rounds_by_arm,
+    tiny_requests,
+)
 
 pytestmark = pytest.mark.timeout(600)
-_HOOK = Path(__file__).parent / "any_width"
 
 
 @pytest.fixture(scope="module")
 def any_width(servers: ServerPool, tiny_models: TinyModels) -> Server:
-    path = os.pathsep.join(filter(None, [str(_HOOK), os.environ.get("PYTHONPATH")]))
     arguments = tiny_models.ddtree(33, "--page-size", "16", "--enable-metrics")
-    return servers.get(*arguments, environment={"DDTREE_BUDGET": "auto", "PYTHONPATH": path})
+    return servers.get(*arguments, environment=ANY_WIDTH)
 
 
 @pytest.fixture(scope="module")

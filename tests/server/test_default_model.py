@@ -99,7 +99,10 @@ def test_tau_is_the_reference_engines(
         prompt = tokenizer.encode(one["text"])
         result = generate(target, bound, prompt, mode="ddtree", budget=16, max_new_tokens=count)
         rounds, tokens = rounds + len(result.accept_lengths), tokens + len(result.tokens)
-    ours = sum(m["completion_tokens"] for m in served) / sum(m["spec_verify_ct"] for m in served)
+    # A request that its first token ends has no round.
+    ours = sum(m["completion_tokens"] for m in served) / sum(
+        m.get("spec_verify_ct", 0) for m in served
+    )
     assert ours == pytest.approx(tokens / rounds, rel=0.03)
 
 

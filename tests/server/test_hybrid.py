@@ -1,4 +1,4 @@
-"""Hybrid targets (gated DeltaNet beside attention): plain, DFLASH and DDTREE say the same in fp32.
+"""Hybrid targets (recurrent layers beside attention): plain, DFLASH, DDTREE say the same in fp32.
 
 The layers run in plain torch on the CPU platform; transformers is the second opinion on what the
 plain server says.
@@ -7,6 +7,7 @@ plain server says.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from . import families
-from .conftest import RETRACTING, Server, ServerPool, TinyModels, outcome, tiny_requests
+from .conftest import (
+    ANY_WIDTH,
+    RETRACTING,
+    Server,
+    ServerPool,
+    TinyModels,
+    outcome,
+    rounds_by_arm,
+    tiny_requests,
+)
 from .test_families import dflash
 from .test_tree_equals_plain import mean_accept_length
 
@@ -41,15 +51,21 @@ def plain(servers: ServerPool, models: TinyModels, requests: list[dict[str, Any]
     return servers.get(*models.plain()).generate_all(requests)
 
 
-def test_the_plain_server_says_what_transformers_says(
-    models: TinyModels, plain: list[Any], requests: list[dict[str, Any]]
+def assert_transformers_says(
+    target: Path, requests: list[dict[str, Any]], answers: list[Any]
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(models.target, dtype=torch.float32)
-    for request, answer in zip(requests, plain, strict=True):
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    for request, answer in zip(requests, answers, strict=True):
         prompt, said = request["input_ids"], answer["output_ids"]
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == said
+
+
+def test_the_plain_server_says_what_transformers_says(
+    models: TinyModels, plain: list[Any], requests: list[dict[str, Any]]
+) -> None:
+    assert_transformers_says(models.target, requests, plain)
 
 
 def test_chains_say_the_same(
@@ -60,21 +76,13 @@ def test_chains_say_the_same(
     assert mean_accept_length(chains) > 1
 
 
-# Width 33 with a snapshot for the radix cache every 64 tokens, also between a tree's nodes; width 9
-# by the defaults; width 2 in a pool that does not hold all the requests it is told to admit.
+# A snapshot for the radix cache every 64 tokens, also between a tree's nodes.
+TRACKED = ("--mamba-track-interval", "64", "--chunked-prefill-size", "64")
+# Width 9 stands for every width up to it, in turn; width 2 is served in a pool that fills.
 SERVED: dict[int, tuple[tuple[str, ...], dict[str, str]]] = {
-    33: (("--mamba-track-interval", "64", "--chunked-prefill-size", "64"), {}),
-    9: ((), {}),
-    2: (
-        (
-            "--max-total-tokens",
-            "640",
-            "--schedule-conservativeness",
-            "0.1",
-            "--disable-radix-cache",
-        ),
-        RETRACTING,
-    ),
+    33: (TRACKED, {}),
+    9: (("--enable-metrics",), ANY_WIDTH | RETRACTING),
+    2: (("--max-total-tokens", "640", "--disable-radix-cache"), RETRACTING),
 }
 
 
@@ -83,7 +91,7 @@ def serve(servers: ServerPool, models: TinyModels, width: int) -> Server:
     return servers.get(*models.ddtree(width, *flags), environment=environment)
 
 
-@pytest.mark.parametrize("width", [33, pytest.param(9, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("width", [33, 9, pytest.param(2, marks=pytest.mark.slow)])
 def test_trees_say_the_same(
     servers: ServerPool,
     models: TinyModels,
@@ -98,6 +106,8 @@ def test_trees_say_the_same(
     # Again, in mixed batches and where there is one from the radix cache.
     trees = server.generate_all(requests, at_once=8, seed=1)
     assert [outcome(a) for a in trees] == [outcome(a) for a in plain]
+    if width == 9:
+        assert rounds_by_arm(server).keys() == {"plain", "chain8", "tree5", "tree9"}
 
 
 def test_a_second_turn_starts_from_the_state_of_an_accepted_node(
@@ -123,12 +133,34 @@ def test_a_second_turn_starts_from_the_state_of_an_accepted_node(
 def test_requests_are_retracted_and_resumed(
     servers: ServerPool, models: TinyModels, requests: list[dict[str, Any]]
 ) -> None:
-    server = serve(servers, models, 2)
+    server = serve(servers, models, 9)
     long = [r | {"sampling_params": r["sampling_params"] | LONG} for r in requests]
     answers = server.generate_all(long, at_once=16, seed=2)
     expected = servers.get(*models.plain()).generate_all(long)
     assert [outcome(a) for a in answers] == [outcome(a) for a in expected]
     assert sum(a["meta_info"].get("num_retractions", 0) for a in answers) > 0
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "nemotron_h"])
+def test_other_kinds_of_recurrent_layers(
+    servers: ServerPool,
+    tiny_models: TinyModels,
+    requests: list[dict[str, Any]],
+    tmp_path: Path,
+    family: str,
+) -> None:
+    """Kimi Delta Attention and Mamba2; upstream's DFLASH does not serve the former."""
+    target = families.write_family(tmp_path / family, family)
+    models = TinyModels(target, tiny_models.drafter)
+    plain = servers.get(*models.plain()).generate_all(requests)
+    assert_transformers_says(target, requests, plain)
+    server = servers.get(*models.ddtree(33, *TRACKED))
+    trees = server.generate_all(requests)
+    assert [outcome(a) for a in trees] == [outcome(a) for a in plain]
+    assert mean_accept_length(trees) > 1
+    trees = server.generate_all(requests, at_once=8, seed=1)
+    assert [outcome(a) for a in trees] == [outcome(a) for a in plain]
+    assert max(a["meta_info"]["cached_tokens"] for a in trees) > 0
 
 
 def test_the_launch_says_what_the_nodes_take(servers: ServerPool, models: TinyModels) -> None:

@@ -149,7 +149,10 @@ def test_a_drafter_for_another_target_is_refused(
     ("family", "extra", "says"),
     [
         ("deepseek_v3", ("--attention-backend", "triton"), "latent attention"),
-        ("qwen3_next", ("--attention-backend", "triton"), "recurrent layers (gated DeltaNet)"),
+        ("qwen3_next", ("--attention-backend", "triton"), "(qwen3_next) has recurrent layers"),
+        ("kimi_linear", ("--attention-backend", "triton"), "latent attention"),
+        ("nemotron_h", ("--attention-backend", "triton"), "(nemotron_h) has recurrent layers"),
+        ("nemotron_h", ("--max-running-requests", "100000000"), "are free; lower"),
         ("qwen3_next", ("--max-running-requests", "100000000"), "are free; lower"),
     ],
 )
@@ -184,7 +187,7 @@ def test_recurrent_layers_of_another_kind_are_refused(
 ) -> None:
     target = families.write_config(tmp_path / "falcon_h1", "falcon_h1", "FalconH1ForCausalLM")
     arguments = TinyModels(target, tiny_models.drafter).ddtree(9)
-    assert "recurrent layers of another kind" in launch.resolve(*arguments)["error"]
+    assert "this target is a falcon_h1; serve it without" in launch.resolve(*arguments)["error"]
 
 
 def test_the_algorithm_is_not_there_when_the_plugin_is_left_out(tiny_models: TinyModels) -> None:

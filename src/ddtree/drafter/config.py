@@ -213,6 +213,15 @@ def read_rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
+def target_rope_parameters(config: Any) -> dict[str, Any] | None:
+    """Rotary parameters of a transformers (text) config, None for a target without any."""
+    raw = {**config.to_dict(), "rope_theta": getattr(config, "rope_theta", None)}
+    parameters = raw.get("rope_parameters") or {}
+    if raw["rope_theta"] is None and "rope_theta" not in parameters:
+        return None
+    return read_rope_parameters(raw)
+
+
 def _need(raw: Mapping[str, Any], key: str) -> Any:
     if raw.get(key) is None:
         raise DrafterError(f"the drafter's config.json lacks {key}; it is not a DFlash checkpoint")

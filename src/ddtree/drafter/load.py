@@ -16,12 +16,15 @@ from ddtree.drafter.config import (
     DFlashConfig,
     DrafterError,
     default_target_layer_ids,
-    read_rope_parameters,
+    target_rope_parameters,
 )
 from ddtree.drafter.model import ContextCache, DFlashDraftModel
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# For a target without: the drafter's own attention has rotary positions and its norms an epsilon.
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_DEFAULT_NORM_EPSILON = 1e-6
 
 
 class Drafter:
@@ -157,8 +160,8 @@ def config_for_target(target: Any, **choices: Any) -> DFlashConfig:
         "intermediate_size": theirs.intermediate_size,
         "vocab_size": theirs.vocab_size,
         "num_target_layers": theirs.num_hidden_layers,
-        "rope_parameters": _rope_of(theirs),
-        "rms_norm_eps": theirs.rms_norm_eps,
+        "rope_parameters": target_rope_parameters(theirs) or _DEFAULT_ROPE,
+        "rms_norm_eps": getattr(theirs, "rms_norm_eps", _DEFAULT_NORM_EPSILON),
         "max_position_embeddings": theirs.max_position_embeddings,
     }
     values.update(choices)
@@ -197,12 +200,14 @@ def check_fits_target(config: DFlashConfig, target: Any) -> None:
     """
     theirs = _text_config(target)
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    pairs = {
+    pairs: dict[str, tuple[float, float]] = {
         "hidden_size": (config.hidden_size, theirs.hidden_size),
         "num_target_layers": (config.num_target_layers, theirs.num_hidden_layers),
         "head_dim": (config.head_dim, head_dim),
-        "rope_theta": (config.rope_theta, float(_rope_of(theirs)["rope_theta"])),
     }
+    rope = target_rope_parameters(theirs)
+    if rope is not None:
+        pairs["rope_theta"] = (config.rope_theta, float(rope["rope_theta"]))
     for name, (ours, wanted) in pairs.items():
         if ours != wanted:
             raise DrafterError(
@@ -219,12 +224,6 @@ def check_fits_target(config: DFlashConfig, target: Any) -> None:
 
 def _text_config(target: Any) -> Any:
     return target.config.get_text_config()
-
-
-def _rope_of(config: Any) -> dict[str, Any]:
-    return read_rope_parameters(
-        {**config.to_dict(), "rope_theta": getattr(config, "rope_theta", None)}
-    )
 
 
 def _resolve(path_or_hub_id: str | Path) -> Path:

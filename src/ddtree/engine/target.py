@@ -21,8 +21,10 @@ from ddtree.tree import DraftTree
 # Attention implementations that read an arbitrary mask, and the form they read it in.
 _MASKED_ATTENTION = ("sdpa", "eager")
 _ROW_LAYERS = {"full_attention", "sliding_attention"}
-# Layers whose state is one tensor that every token overwrites (gated DeltaNet).
+# Layers whose state is one tensor that every token overwrites (gated DeltaNet, KDA, Mamba2).
 _STATE_LAYERS = {"linear_attention"}
+# Layers of their own, in some families, that no token's neighbours have a part in.
+_TOKENWISE_LAYERS = {"mlp", "moe"}
 
 
 class EngineError(ValueError):
@@ -196,7 +198,8 @@ def check_target(model: nn.Module) -> Any:
             f"transformers.AutoModelForCausalLM"
         )
     config = config.get_text_config()
-    other = set(getattr(config, "layer_types", None) or []) - _ROW_LAYERS - _STATE_LAYERS
+    served = _ROW_LAYERS | _STATE_LAYERS | _TOKENWISE_LAYERS
+    other = set(getattr(config, "layer_types", None) or []) - served
     if other:
         raise EngineError(
             f"the target has {', '.join(sorted(other))} layers; the reference engine serves "

@@ -134,6 +134,9 @@ TOUCHPOINTS: dict[str, tuple[str, ...]] = {
     "sglang.srt.arg_groups.overrides:declare_resolution": ("server_args", "source"),
     "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook": ("name",),
     "sglang.srt.models.dflash:_radix_topk": ("scores", "k"),
+    "sglang.srt.models.kimi_linear:KimiLinearForCausalLM.set_dspark_layers_to_capture": (
+        "layer_ids",
+    ),
     "sglang.srt.models.qwen2:Qwen2ForCausalLM.set_eagle3_layers_to_capture": ("layer_ids",),
     "sglang.srt.models.qwen2_moe:Qwen2MoeForCausalLM.set_eagle3_layers_to_capture": ("layer_ids",),
     "sglang.srt.models.dflash:DFlashDraftModel.forward": (
@@ -293,6 +296,7 @@ def install_tree_hooks() -> None:
     """Adjust, in a scheduler process that runs DDTREE, what has no other seam."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache import allocation_sizing
+    from sglang.srt.models.kimi_linear import KimiLinearForCausalLM
     from sglang.srt.models.qwen2 import Qwen2ForCausalLM
     from sglang.srt.models.qwen2_moe import Qwen2MoeForCausalLM
     from sglang.srt.runtime_context import get_spec
@@ -323,7 +327,10 @@ def install_tree_hooks() -> None:
     replace_everywhere(mask_policy, tree_mask_policy)
     replace_everywhere(tokens_per_round, window_per_round)
     replace_everywhere(headroom, headroom_for_reservation)
-    # What upstream's DFLASH does not serve: EAGLE-3's drafters read the outputs of the same layers.
+    # What upstream's DFLASH does not serve: other drafters read the outputs of the same layers.
     for target in (Qwen2ForCausalLM, Qwen2MoeForCausalLM):
         target.set_dflash_layers_to_capture = target.set_eagle3_layers_to_capture
+    KimiLinearForCausalLM.set_dflash_layers_to_capture = (
+        KimiLinearForCausalLM.set_dspark_layers_to_capture
+    )
     Qwen2MoeForCausalLM.get_input_embeddings = lambda self: self.model.embed_tokens

@@ -11,8 +11,12 @@ from typing import Any
 
 import psutil
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.configs.kimi_linear import KimiLinearConfig
+from sglang.srt.configs.mamba_utils import BaseLinearStateParams
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+from sglang.srt.configs.nemotron_h import NemotronHConfig
 from sglang.srt.platforms.interface import SRTPlatform
+from sglang.srt.runtime_context import get_parallel
 
 from ddtree.delta import node_bytes
 from ddtree.drafter.config import (
@@ -22,7 +26,7 @@ from ddtree.drafter.config import (
     SELECTOR,
     DFlashConfig,
     DrafterError,
-    read_rope_parameters,
+    target_rope_parameters,
 )
 from ddtree.sglang.cpu import ATTENTION_BACKEND
 from ddtree.sglang.settings import AUTO, Settings
@@ -33,6 +37,8 @@ logger = logging.getLogger(__name__)
 TREE_BACKENDS = ("triton", "flashinfer", ATTENTION_BACKEND)
 DEFAULT_WIDTH = 33
 _DEFAULT_MAX_RUNNING_REQUESTS = 48
+# Targets with recurrent layers that are served besides those with gated DeltaNet.
+_RECURRENT_CONFIGS = (KimiLinearConfig, NemotronHConfig)
 
 
 def resolve_arguments(server_args: Any, platform: SRTPlatform) -> None:
@@ -57,7 +63,7 @@ def resolve_arguments(server_args: Any, platform: SRTPlatform) -> None:
     server_args.speculative_eagle_topk = 1
     if server_args.max_running_requests is None:
         server_args.max_running_requests = _DEFAULT_MAX_RUNNING_REQUESTS
-    _check_recurrent(server_args, settings, target)
+    _check_recurrent(server_args, target)
     if server_args.enable_mixed_chunk:
         server_args.enable_mixed_chunk = False
         logger.warning("DDTREE does not mix prefill chunks into decode rounds; turned off.")
@@ -154,15 +160,13 @@ def _check_pair(drafter: DFlashConfig, target: ModelConfig) -> None:
             "DDTREE verifies trees of text; leave --speculative-algorithm out, or serve a target "
             "that takes text only."
         )
-    theirs = target.hf_text_config
-    rope = read_rope_parameters(
-        {**theirs.to_dict(), "rope_theta": getattr(theirs, "rope_theta", None)}
-    )
-    pairs = {
+    pairs: dict[str, tuple[float, float]] = {
         "hidden size": (drafter.hidden_size, target.hidden_size),
         "number of target layers": (drafter.num_target_layers, target.num_hidden_layers),
-        "rotary base": (drafter.rope_theta, float(rope["rope_theta"])),
     }
+    rope = target_rope_parameters(target.hf_text_config)
+    if rope is not None:
+        pairs["rotary base"] = (drafter.rope_theta, float(rope["rope_theta"]))
     for name, (ours, wanted) in pairs.items():
         if ours != wanted:
             raise ValueError(
@@ -176,27 +180,27 @@ def _check_pair(drafter: DFlashConfig, target: ModelConfig) -> None:
         )
 
 
-def _check_recurrent(args: Any, settings: Settings, target: ModelConfig) -> None:
+def _check_recurrent(args: Any, target: ModelConfig) -> None:
     """Recurrent layers are verified over trees by the CPU platform's backend alone."""
-    if mambaish_config(target) is None:
+    config = mambaish_config(target)
+    if config is None:
         return
-    if hybrid_gdn_config(target) is None:
+    if hybrid_gdn_config(target) is None and not isinstance(config, _RECURRENT_CONFIGS):
         raise ValueError(
-            "DDTREE verifies trees through gated DeltaNet layers, and this target has recurrent "
-            "layers of another kind; serve it with --speculative-algorithm DFLASH."
+            "DDTREE verifies trees through the recurrent layers of gated DeltaNet targets, Kimi "
+            f"Linear and Nemotron-H, and this target is a {config.model_type}; serve it without "
+            "--speculative-algorithm."
         )
     if args.attention_backend != ATTENTION_BACKEND:
         raise ValueError(
-            "This target has recurrent layers (gated DeltaNet), and DDTREE verifies trees through "
-            f"them on ddtree-cpu only, not with {args.attention_backend}; serve it with "
-            "--speculative-algorithm DFLASH."
+            f"This target ({config.model_type}) has recurrent layers, and DDTREE verifies trees "
+            f"through them on ddtree-cpu only, not with {args.attention_backend}; serve it without "
+            "--speculative-algorithm."
         )
-    if settings.budget == AUTO:
-        raise ValueError(
-            "DDTREE_BUDGET is 'auto', and this target has recurrent layers, which are served at "
-            "one width; set DDTREE_BUDGET=fixed."
-        )
-    per_width = _recurrent_node_bytes(target) * args.max_running_requests
+    # Of all ranks together; nothing is published yet that these parameters could be read from.
+    with get_parallel().override(attn_tp_size=1, enable_cp_tp_group_sharing=False):
+        per_node = recurrent_node_bytes(config.mamba2_cache_params, target.dtype.itemsize)
+    per_width = per_node * args.max_running_requests
     free = psutil.virtual_memory().available
     width = args.speculative_num_draft_tokens
     if width * per_width > free:
@@ -208,16 +212,17 @@ def _check_recurrent(args: Any, settings: Settings, target: ModelConfig) -> None
         )
 
 
-def _recurrent_node_bytes(target: ModelConfig) -> int:
-    """What a tree's node leaves behind in all gated DeltaNet layers, on all ranks together."""
-    config = hybrid_gdn_config(target)
-    heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
-    key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
-    channels = 2 * keys * key_size + heads * value_size
-    itemsize = target.dtype.itemsize
-    return len(config.linear_layer_ids) * node_bytes(
-        heads, key_size, value_size, channels, itemsize
-    )
+def recurrent_node_bytes(params: BaseLinearStateParams, itemsize: int) -> int:
+    """What one node of a verify leaves behind until the commit, over all recurrent layers.
+
+    Args:
+        params: shapes of the layers' states, all of one kind.
+        itemsize: bytes of an input of the convolution.
+    """
+    heads, value_size, key_size = params.shape.temporal
+    gates = key_size if params.is_kda else 1
+    channels = max(params.shape.conv[0])
+    return len(params.layers) * node_bytes(heads, key_size, value_size, gates, channels, itemsize)
 
 
 def _resolve_widths(args: Any, drafter: DFlashConfig, target: ModelConfig) -> None:
@@ -280,8 +285,8 @@ def _resolve_backends(args: Any, platform: SRTPlatform, target: ModelConfig) -> 
     if target.attention_arch == AttentionArch.MLA and args.attention_backend != ATTENTION_BACKEND:
         raise ValueError(
             "This target has latent attention (MLA), over which DDTREE verifies trees on "
-            f"{ATTENTION_BACKEND} only, not on {args.attention_backend}; serve it with "
-            "--speculative-algorithm DFLASH."
+            f"{ATTENTION_BACKEND} only, not on {args.attention_backend}; serve it without "
+            "--speculative-algorithm."
         )
 
 

@@ -99,17 +99,21 @@ class DDTreeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         The operators of recurrent layers are installed here, before their pools and backends are
         made: their modules import the one that calls `init_backend`.
         """
+        from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
         from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+        from sglang.srt.models.kimi_linear import KimiMoE
 
         from ddtree.sglang.cpu.packed import pack_model
 
         pack_model(model)
-        for layer in model.modules():
-            if isinstance(layer, RadixLinearAttention):
-                from ddtree.sglang.cpu.recurrent import install_recurrent_operators
+        if any(isinstance(m, RadixLinearAttention | MambaMixer2) for m in model.modules()):
+            from ddtree.sglang.cpu.recurrent import install_recurrent_operators
 
-                install_recurrent_operators(layer.conv_weights.dtype)
-                break
+            install_recurrent_operators(model.get_input_embeddings().weight.dtype)
+        for module in model.modules():
+            if isinstance(module, KimiMoE):
+                # It leaves its factor to the experts, and torch experts leave it to their caller.
+                module.topk.topk_config.apply_routed_scaling_factor_on_output = True
         from sglang.srt.models.dflash import DFlashDraftModel
 
         if not isinstance(model, DFlashDraftModel):

@@ -1,13 +1,15 @@
-"""Gated DeltaNet layers of hybrid targets in plain torch, over chains and trees.
+"""Recurrent layers of hybrid targets in plain torch, over chains and trees.
 
-Takes the place of SGLang's Triton backend on the CPU platform: prefill from a cached prefix with
-snapshots for the radix cache, decode, and chain or tree verification. The mathematics is in
-`ddtree.delta`; a verify keeps what its nodes add to the states, not a state per node.
+Gated DeltaNet, Kimi Delta Attention and Mamba2. Takes the place of SGLang's Triton backends on the
+CPU platform: prefill from a cached prefix with snapshots for the radix cache, decode, and chain or
+tree verification. The mathematics is in `ddtree.delta`; a verify keeps what its nodes add to the
+states, not a state per node.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.kernels.ops.attention import triton_gdn_fused_proj
 from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
-from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.mamba_utils import BaseLinearStateParams
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
@@ -24,7 +26,7 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
     HybridLinearAttnBackend,
     MambaAttnBackendBase,
 )
-from sglang.srt.layers.attention.linear import gdn_backend
+from sglang.srt.layers.attention.linear import gdn_backend, kda_backend
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
 from sglang.srt.runtime_context import get_schedule, get_spec
@@ -32,18 +34,20 @@ from torch.nn.functional import silu, softplus
 
 from ddtree.delta import (
     TreeUpdate,
+    additive_rule,
     chain_parents,
     chain_visibility,
     convolve_paths,
     delta_rule,
     held_inputs,
-    node_bytes,
     window_places,
 )
 from ddtree.mask import ancestor_visibility
 from ddtree.sglang.compat import replace_everywhere
+from ddtree.sglang.launch import recurrent_node_bytes
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -89,23 +93,51 @@ class Piece:
     snapshot: int | None = None  # slot that takes the state after this piece
 
 
-class TorchGDNBackend(MambaAttnBackendBase):
-    """Linear-attention backend of gated DeltaNet layers on a CPU."""
+class TorchRecurrentBackend(MambaAttnBackendBase):
+    """Linear-attention backend of one kind of recurrent layer on a CPU.
+
+    Subclasses take a layer's inputs from SGLang's call, tokens first: the convolution's input
+    [T, C], then what the rule needs besides.
+    """
 
     needs_cpu_seq_lens = False
+    channels_last = False  # a slot holds the convolution's inputs as [taps - 1, C]
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
         pool = self.req_to_token_pool.mamba_pool
         self.conv_states_shape = pool.mamba_cache.conv[0].shape
-        self.taps = self.conv_states_shape[-1] + 1
+        self.taps = self.conv_states_shape[-2 if self.channels_last else -1] + 1
         self.pending: dict[int, Pending] = {}
         self.paths: Paths | None = None
         self.pieces: list[Piece] = []
         self.fresh: list[bool] = []  # per prefill request: nothing of it is cached
         if get_spec().speculative_num_draft_tokens is not None:
-            config = hybrid_gdn_config(model_runner.model_config)
+            config = mambaish_config(model_runner.model_config)
             _log_pending_bytes(config.mamba2_cache_params)
+
+    def convolution(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weights [C, taps] and bias."""
+        raise NotImplementedError
+
+    def scan(
+        self,
+        layer: Any,
+        convolved: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        states: torch.Tensor,
+        visibility: torch.Tensor,
+    ) -> tuple[torch.Tensor, TreeUpdate]:
+        """The layer's rule over B requests of N tokens.
+
+        Args:
+            convolved: float32 [B, N, C].
+            inputs: the others, [B, N, ...].
+            states: float32 [B, H, V, K], before these tokens.
+        Returns:
+            Outputs float32 [B, N, H, V], and what the tokens add.
+        """
+        raise NotImplementedError
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Slots of the requests, and the paths or prefill pieces of one forward."""
@@ -151,12 +183,13 @@ class TorchGDNBackend(MambaAttnBackendBase):
     def _states(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's inputs of the convolution [slots, C, taps - 1], and states [slots, H, V, K]."""
         layer_cache = self.req_to_token_pool.mamba2_layer_cache(layer_id)
-        return layer_cache.conv[0], layer_cache.temporal
+        conv = layer_cache.conv[0]
+        return conv.transpose(1, 2) if self.channels_last else conv, layer_cache.temporal
 
     def _run(
         self,
-        layer: RadixLinearAttention,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        layer: Any,
+        inputs: Sequence[torch.Tensor],
         held: torch.Tensor,
         states: torch.Tensor,
         paths: Paths,
@@ -164,96 +197,68 @@ class TorchGDNBackend(MambaAttnBackendBase):
         """One layer over B requests of N tokens.
 
         Args:
-            inputs: projections [B, N, C] and the gates' inputs a, b [B, N, H].
+            inputs: [B, N, ...].
             held, states: what the requests have before these tokens.
         Returns:
             Outputs [B, N, H, V], and what the tokens add.
         """
-        mixed, a, b = inputs
-        mixed, row = convolve_paths(mixed, held, layer.conv_weights, layer.bias, paths.places)
-        mixed = mixed.to(row.dtype).float()
-        shapes = ((layer.num_q_heads, layer.head_q_dim), (layer.num_k_heads, layer.head_k_dim),
-                  (layer.num_v_heads, layer.head_v_dim))  # fmt: skip
-        parts = mixed.split([heads * size for heads, size in shapes], dim=-1)
-        queries, keys, values = (
-            part.unflatten(-1, shape).transpose(1, 2)
-            for part, shape in zip(parts, shapes, strict=True)
-        )
-        shared = layer.num_v_heads // layer.num_k_heads
-        queries = _unit(queries).repeat_interleave(shared, dim=1) * layer.head_k_dim**-0.5
-        keys = _unit(keys).repeat_interleave(shared, dim=1)
-        gates = -layer.A_log.float().exp() * softplus(a.float() + layer.dt_bias.float())
-        outputs, update = delta_rule(
-            queries,
-            keys,
-            values,
-            gates.transpose(1, 2),
-            b.float().sigmoid().transpose(1, 2),
-            states.float(),
-            paths.visibility,
-        )
-        return outputs.transpose(1, 2).to(row.dtype), Pending(update, row, paths.places)
+        mixed, *others = inputs
+        convolved, row = convolve_paths(mixed, held, *self.convolution(layer), paths.places)
+        convolved = convolved.to(row.dtype).float()
+        outputs, update = self.scan(layer, convolved, others, states.float(), paths.visibility)
+        return outputs.to(row.dtype), Pending(update, row, paths.places)
 
-    def forward_decode(
+    def run_layer(
         self,
-        layer: RadixLinearAttention,
+        layer: Any,
+        layer_id: int,
         forward_batch: ForwardBatch,
-        mixed_qkv: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        **kwargs: Any,
+        inputs: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """One token per request; states are updated in place. Outputs [1, B, H, V]."""
+        """Outputs [T, H, V]; a verify leaves the states, everything else updates them."""
+        mode = forward_batch.forward_mode
+        if mode.is_target_verify():
+            return self._verify(layer, layer_id, inputs)
+        if mode.is_decode():
+            return self._decode(layer, layer_id, forward_batch, inputs)
+        return self._prefill(layer, layer_id, inputs)
+
+    def _decode(
+        self,
+        layer: Any,
+        layer_id: int,
+        forward_batch: ForwardBatch,
+        inputs: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """One token per request."""
         assert self.paths is not None
-        conv, temporal = self._states(layer.layer_id)
+        conv, temporal = self._states(layer_id)
         slots = self.forward_metadata.mamba_cache_indices.long()
-        inputs = (mixed_qkv[:, None], a[:, None], b[:, None])
+        inputs = [part[:, None] for part in inputs]
         outputs, pending = self._run(layer, inputs, conv[slots], temporal[slots], self.paths)
         nodes = torch.zeros(len(slots), 2, dtype=torch.int64)
         nodes[:, 0] = torch.arange(len(slots))
-        self._write(layer.layer_id, pending, nodes, slots, slots)
+        self._write(layer_id, pending, nodes, slots, slots)
         if forward_batch.mamba_track_mask is not None:
             track = self.forward_metadata.mamba_track_indices.long()
             tracked = (forward_batch.mamba_track_mask & (track >= 0)).nonzero().flatten()
             taken = track[tracked]
             conv[taken], temporal[taken] = conv[slots[tracked]], temporal[slots[tracked]]
-        return outputs.transpose(0, 1)
+        return outputs.flatten(0, 1)
 
-    def forward_extend(
-        self,
-        layer: RadixLinearAttention,
-        forward_batch: ForwardBatch,
-        mixed_qkv: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Prefill, which updates states, or verify, which leaves them. Outputs [1, T, H, V]."""
-        if forward_batch.forward_mode.is_target_verify():
-            return self._verify(layer, (mixed_qkv, a, b))
-        return self._prefill(layer, (mixed_qkv, a, b))
-
-    def _verify(
-        self,
-        layer: RadixLinearAttention,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
+    def _verify(self, layer: Any, layer_id: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         assert self.paths is not None
         batch = len(self.paths.places)
-        conv, temporal = self._states(layer.layer_id)
+        conv, temporal = self._states(layer_id)
         slots = self.forward_metadata.mamba_cache_indices[:batch].long()
-        mixed, a, b = (part.unflatten(0, (batch, -1)) for part in inputs)
-        outputs, self.pending[layer.layer_id] = self._run(
-            layer, (mixed, a, b), conv[slots], temporal[slots], self.paths
+        inputs = [part.unflatten(0, (batch, -1)) for part in inputs]
+        outputs, self.pending[layer_id] = self._run(
+            layer, inputs, conv[slots], temporal[slots], self.paths
         )
-        return outputs.flatten(0, 1)[None]
+        return outputs.flatten(0, 1)
 
-    def _prefill(
-        self,
-        layer: RadixLinearAttention,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        conv, temporal = self._states(layer.layer_id)
+    def _prefill(self, layer: Any, layer_id: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        conv, temporal = self._states(layer_id)
         slots = self.forward_metadata.mamba_cache_indices.tolist()
         outputs = []
         for index, fresh in enumerate(self.fresh):
@@ -264,15 +269,15 @@ class TorchGDNBackend(MambaAttnBackendBase):
             slot = slice(slots[piece.request], slots[piece.request] + 1)
             tokens = piece.end - piece.start
             paths = Paths.chain(1, tokens, self.taps, self.device)
-            mixed, a, b = (part[piece.start : piece.end][None] for part in inputs)
-            out, pending = self._run(layer, (mixed, a, b), conv[slot], temporal[slot], paths)
-            outputs.append(out)
+            mine = [part[piece.start : piece.end][None] for part in inputs]
+            out, pending = self._run(layer, mine, conv[slot], temporal[slot], paths)
+            outputs.append(out[0])
             last = torch.tensor([[0, tokens - 1]])
             here = torch.tensor([slot.start])
-            self._write(layer.layer_id, pending, last, here, here)
+            self._write(layer_id, pending, last, here, here)
             if piece.snapshot is not None:
                 conv[piece.snapshot], temporal[piece.snapshot] = conv[here[0]], temporal[here[0]]
-        return torch.cat(outputs, dim=1)
+        return torch.cat(outputs)
 
     def commit(self, nodes: torch.Tensor, track: torch.Tensor | None, steps: Any) -> None:
         """After a walk: every request's states become those after its last accepted node.
@@ -307,6 +312,135 @@ class TorchGDNBackend(MambaAttnBackendBase):
         temporal[targets] = states.to(temporal.dtype)
         held = held_inputs(pending.row[rows], pending.places[rows, ends])
         conv[targets] = held.to(conv.dtype)
+
+
+class _AttentionLikeBackend(TorchRecurrentBackend):
+    """Layers that SGLang calls as it calls attention: queries, keys, values, and two gates."""
+
+    def convolution(self, layer: RadixLinearAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return layer.conv_weights, layer.bias
+
+    def scan(
+        self,
+        layer: RadixLinearAttention,
+        convolved: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        states: torch.Tensor,
+        visibility: torch.Tensor,
+    ) -> tuple[torch.Tensor, TreeUpdate]:
+        shapes = ((layer.num_q_heads, layer.head_q_dim), (layer.num_k_heads, layer.head_k_dim),
+                  (layer.num_v_heads, layer.head_v_dim))  # fmt: skip
+        parts = convolved.split([heads * size for heads, size in shapes], dim=-1)
+        queries, keys, values = (
+            part.unflatten(-1, shape).transpose(1, 2)
+            for part, shape in zip(parts, shapes, strict=True)
+        )
+        shared = layer.num_v_heads // layer.num_k_heads
+        a, b = (part.float() for part in inputs)
+        outputs, update = delta_rule(
+            _unit(queries).repeat_interleave(shared, dim=1) * layer.head_k_dim**-0.5,
+            _unit(keys).repeat_interleave(shared, dim=1),
+            values,
+            self.gates(layer, a).transpose(1, 2),
+            b.sigmoid().transpose(1, 2),
+            states,
+            visibility,
+        )
+        return outputs.transpose(1, 2), update
+
+    def gates(self, layer: RadixLinearAttention, a: torch.Tensor) -> torch.Tensor:
+        """Logarithms of the decays [B, N, H, 1 or K]."""
+        raise NotImplementedError
+
+    def forward_decode(
+        self,
+        layer: RadixLinearAttention,
+        forward_batch: ForwardBatch,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Outputs [1, T, H, V]."""
+        tokens = len(mixed_qkv)
+        gates = a.reshape(tokens, layer.num_v_heads, -1)
+        inputs = (mixed_qkv, gates, b.reshape(tokens, layer.num_v_heads))
+        return self.run_layer(layer, layer.layer_id, forward_batch, inputs)[None]
+
+    forward_extend = forward_decode
+
+
+class TorchGDNBackend(_AttentionLikeBackend):
+    """Gated DeltaNet: a decay per head."""
+
+    def gates(self, layer: RadixLinearAttention, a: torch.Tensor) -> torch.Tensor:
+        rates, bias = layer.A_log.float().exp(), layer.dt_bias.float()
+        return -rates[:, None] * softplus(a + bias[:, None])
+
+
+class TorchKDABackend(_AttentionLikeBackend):
+    """Kimi Delta Attention: a decay per channel of the keys."""
+
+    channels_last = True
+
+    def gates(self, layer: RadixLinearAttention, a: torch.Tensor) -> torch.Tensor:
+        rates = layer.A_log.float().exp().view(-1, 1)
+        raised = a + layer.dt_bias.float().view(layer.num_v_heads, -1)
+        if layer.lower_bound is not None:
+            return layer.lower_bound * (rates * raised).sigmoid()
+        return -rates * softplus(raised)
+
+
+class TorchMamba2Backend(TorchRecurrentBackend):
+    """Mamba2: no erasing; the mixer's projections and norm are SGLang's own."""
+
+    def forward(
+        self,
+        mixer: MambaMixer2,
+        hidden_states: torch.Tensor,
+        output: torch.Tensor | None,
+        layer_id: int,
+        forward_batch: ForwardBatch,
+        mup_vector: torch.Tensor | None = None,
+        use_triton_causal_conv: bool = False,
+    ) -> torch.Tensor:
+        """Outputs [T, hidden], also written to `output` if that is given."""
+        projected, _ = mixer.in_proj(hidden_states)
+        if mup_vector is not None:
+            projected = projected * mup_vector
+        sizes = (mixer.intermediate_size, mixer.conv_dim, mixer.num_heads)
+        gate, mixed, dt = projected.split([size // mixer.tp_size for size in sizes], dim=-1)
+        scanned = self.run_layer(mixer, layer_id, forward_batch, (mixed, dt)).flatten(1)
+        mixed_out, _ = mixer.out_proj(mixer.norm.forward_native(scanned, gate))
+        if output is not None:
+            output.copy_(mixed_out)
+        return mixed_out
+
+    def convolution(self, layer: MambaMixer2) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return layer.conv1d.weight.squeeze(1), layer.conv1d.bias
+
+    def scan(
+        self,
+        layer: MambaMixer2,
+        convolved: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        states: torch.Tensor,
+        visibility: torch.Tensor,
+    ) -> tuple[torch.Tensor, TreeUpdate]:
+        heads, groups = layer.num_heads // layer.tp_size, layer.n_groups // layer.tp_size
+        sizes = (heads * layer.head_dim, *(2 * (groups * layer.ssm_state_size,)))
+        x, keys, queries = convolved.split(sizes, dim=-1)
+        x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+        keys, queries = (
+            part.unflatten(-1, (groups, -1)).transpose(1, 2).repeat_interleave(heads // groups, 1)
+            for part in (keys, queries)
+        )
+        (dt,) = inputs
+        steps = softplus(dt.float() + layer.dt_bias.float()).transpose(1, 2)[..., None]
+        gates = steps * layer.A.float()[:, None, None]
+        outputs, update = additive_rule(queries, keys, steps * x, gates, states, visibility)
+        outputs = outputs + layer.D.float()[:, None, None] * x
+        return outputs.transpose(1, 2), update
 
 
 class TorchHybridBackend(HybridLinearAttnBackend):
@@ -388,16 +522,8 @@ def _unit(vectors: torch.Tensor) -> torch.Tensor:
     return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _pending_bytes(params: BaseLinearStateParams) -> int:
-    """What one node of a verify leaves behind until the commit, over all recurrent layers."""
-    heads, value_size, key_size = params.shape.temporal
-    channels, _ = params.shape.conv[0]
-    itemsize = params.dtype.conv.itemsize
-    return len(params.layers) * node_bytes(heads, key_size, value_size, channels, itemsize)
-
-
 def _log_pending_bytes(params: BaseLinearStateParams) -> None:
-    per_node = _pending_bytes(params)
+    per_node = recurrent_node_bytes(params, params.dtype.conv.itemsize)
     requests = get_schedule().max_running_requests
     width = get_spec().speculative_num_draft_tokens
     logger.info(
@@ -420,7 +546,8 @@ def _price_pending_nodes() -> None:
         if width is None:
             return price(self, total_rest_memory)
         params = self.mambaish_config.mamba2_cache_params
-        states = -(-width * _pending_bytes(params) // params.mamba_cache_per_req)
+        pending = width * recurrent_node_bytes(params, params.dtype.conv.itemsize)
+        states = -(-pending // params.mamba_cache_per_req)
         with get_spec().override(speculative_num_draft_tokens=states):
             return price(self, total_rest_memory)
 
@@ -438,6 +565,9 @@ def install_recurrent_operators(dtype: torch.dtype) -> None:
     if not envs.SGLANG_MAMBA_CONV_DTYPE.is_set():
         envs.SGLANG_MAMBA_CONV_DTYPE.set(str(dtype).removeprefix("torch."))
     gdn_backend.GDNAttnBackend = TorchGDNBackend
+    kda_backend.KDAAttnBackend = TorchKDABackend
+    # Models ask whether their backend is this class.
+    replace_everywhere(hybrid_linear_attn_backend.Mamba2AttnBackend, TorchMamba2Backend)
     hybrid_linear_attn_backend.HybridLinearAttnBackend = TorchHybridBackend
     HybridReqToTokenPool.mamba_pool_cls = TorchMambaPool
     FusedRMSNormGated.forward = gated_norm
