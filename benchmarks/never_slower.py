@@ -36,6 +36,7 @@ from ddtree.train.prompts import read_prompts
 SHIPPED, UNTRAINED = "shipped", "untrained"
 AUTO = "auto"
 _PROMPTS = 64
+_LEAST = 4  # answers in a turn; the rate of a single one is mostly noise
 _LONGEST = 2000  # characters; what is longer measures prefill
 
 
@@ -152,7 +153,7 @@ def measure(
         rates: dict[Mode, list[float]] = {mode: [] for mode in servers}
         for turn in range(asked.repetitions):
             for mode, server in servers.items():
-                count = asked.requests * concurrency
+                count = max(asked.requests * concurrency, _LEAST)
                 mine = [prompts[(turn * count + i) % len(prompts)] for i in range(count)]
                 rates[mode].append(server.rate(mine, concurrency, asked.tokens))
             print(name, concurrency, turn, {f"{m.name} {m.drafter}": round(r[-1], 1)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
+from math import exp
 from pathlib import Path
 from statistics import median
 
@@ -283,17 +284,18 @@ def new_controller(prior: StepCost | None = None) -> Controller:
 def test_never_much_slower_than_the_best_arm_through_abrupt_loads(
     sharpness: float, prior: StepCost | None
 ) -> None:
-    world = World(sharpness, honest=True)
-    trace = Trace(new_controller(prior), world)
-    trace.run(60, batch=1)
     shares = []
-    for batch in (1, 16, 1, 4, 32, 2):
-        trace.run(20, batch)  # may find its way
-        used = trace.run(50, batch)
-        # By what the arms commit on average, so that luck does not decide.
-        tokens = batch * sum(count * committed(sharpness)[arm] for arm, count in used.items())
-        shares.append(tokens / trace.seconds / best_rate(sharpness, batch))
-    assert min(shares) >= 0.9, shares
+    for seed in range(3):
+        trace = Trace(new_controller(prior), World(sharpness, honest=True, seed=seed), seed)
+        trace.run(60, batch=1)
+        for batch in (1, 16, 1, 4, 32, 2):
+            trace.run(20, batch)  # may find its way
+            used = trace.run(50, batch)
+            # By what the arms commit on average, so that luck does not decide.
+            tokens = batch * sum(count * committed(sharpness)[arm] for arm, count in used.items())
+            shares.append(tokens / trace.seconds / best_rate(sharpness, batch))
+    # Hiccups of the machine in a row may lead to the best arm's neighbour, some 12 % slower.
+    assert min(shares) >= 0.85, shares
     assert sum(shares) / len(shares) >= 0.96, shares
 
 
@@ -319,6 +321,30 @@ def test_a_slow_spell_of_the_machine_does_not_make_drafting_look_cheap(spell: in
     trace.run(300, batch=16)
     used = trace.run(spell, batch=16, pace=4.0) + trace.run(100, batch=16)
     assert used.total() - used[Arm(PLAIN, 1)] < 10, used
+
+
+def drift(rounds: int, seed: int) -> Iterator[float]:
+    """Paces of a machine that is some 20 % slower or faster at one time than fifty rounds later."""
+    draw, state = random.Random(seed), 0.0
+    for _ in range(rounds):
+        state += draw.gauss(0, 0.2) - state / 50
+        yield exp(0.2 * state)
+
+
+@pytest.mark.parametrize(("sharpness", "honest"), [(8.0, False), (3.0, True)])
+def test_a_machine_that_changes_its_pace_misleads_nobody(sharpness: float, honest: bool) -> None:
+    """What was measured of arms at another pace does not outlive the first look at them since."""
+    shares = []
+    rate = best_rate(sharpness, 1) if honest else 1 / _TRUE.round_seconds(Arm(PLAIN, 1), 1, BLOCK)
+    for seed in range(6):
+        trace = Trace(new_controller(), World(sharpness, honest=honest), seed)
+        tokens = best = 0.0
+        for pace in drift(1000, seed):
+            trace.run(1, batch=1, pace=pace)
+            tokens += trace.tokens
+            best += trace.seconds / pace * rate
+        shares.append(tokens / best)
+    assert min(shares) >= 0.95, shares
 
 
 def test_probes_find_a_drafter_that_has_become_good() -> None:

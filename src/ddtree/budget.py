@@ -295,9 +295,9 @@ def _context_slope(cells: Mapping[tuple[int, int], Sequence[float]]) -> float:
 
 @dataclass
 class _Cell:
-    """Served rounds of one arm at one load, as multiples of the price list."""
+    """The last rounds of one arm at one load: when, and as a multiple of the price list."""
 
-    ratios: deque[float]
+    rounds: deque[tuple[int, float]]
     middle: float = 0.0
 
 
@@ -311,8 +311,11 @@ class RoundCosts:
     Args:
         arms: the arms in the order of `estimate`'s result.
         prior: from a calibration, or `StepCost.assumed`; its scale need not be right.
-        memory: rounds a running median looks back on.
+        memory: rounds of a kind that a running median looks back on.
     """
+
+    # A vote counts half after so many other rounds: the machine has changed its pace since.
+    _HALF_LIFE = 32
 
     def __init__(
         self, arms: Sequence[Arm], prior: StepCost, block_size: int, memory: int = 9
@@ -322,6 +325,7 @@ class RoundCosts:
         self._block_size = block_size
         self._memory = memory
         self._cells: dict[tuple[int, int], _Cell] = {}
+        self._round = 0
         self._widest_first = sorted(range(len(arms)), key=lambda i: -arms[i].width)
         self._distances = [[self._distance(i, j) for j in self._arms] for i in self._arms]
 
@@ -330,28 +334,32 @@ class RoundCosts:
         expected = self._prior.round_seconds(arm, batch, self._block_size, context)
         key = (self._arms.index(arm), _load(batch))
         cell = self._cells.setdefault(key, _Cell(deque(maxlen=self._memory)))
-        cell.ratios.append(seconds / expected)
-        cell.middle = median(cell.ratios)
+        self._round += 1
+        cell.rounds.append((self._round, seconds / expected))
+        cell.middle = median(ratio for _, ratio in cell.rounds)
 
     def estimate(self, batch: int, context: int) -> list[float]:
         """Seconds of a round by arm; a narrower one never costs more than a wider one.
 
         What disturbs a measurement makes it longer, so of two that contradict each other the
         shorter is right. Plain rounds are the narrowest: after a slow spell of the machine they
-        must not look dearer than drafted ones from before it.
+        must not look dearer than drafted ones from before it, nor as dear, or nothing would lead
+        back to them. Half of what the price list says that they save is never doubted.
         """
         load = _load(batch)
-        seconds = [
-            self._ratio(index, load)
-            * self._prior.round_seconds(arm, batch, self._block_size, context)
-            for index, arm in enumerate(self._arms)
+        listed = [
+            self._prior.round_seconds(arm, batch, self._block_size, context) for arm in self._arms
         ]
+        seconds = [self._ratio(index, load) * price for index, price in enumerate(listed)]
         for wide, narrow in pairwise(self._widest_first):
-            seconds[narrow] = min(seconds[narrow], seconds[wide])
+            most = seconds[wide]
+            if not self._arms[narrow].drafts:
+                most *= (1 + min(1.0, listed[narrow] / listed[wide])) / 2
+            seconds[narrow] = min(seconds[narrow], most)
         return seconds
 
     def _ratio(self, index: int, load: int) -> float:
-        """The median over rounds like this one.
+        """The median over rounds like this one, recent ones first.
 
         Similar rounds have one and a half votes together: an arm's first round at a load may be an
         outlier, and does not outvote them; two do.
@@ -364,13 +372,14 @@ class RoundCosts:
         ]
         nearest = min((distance for distance, _ in others), default=0.0)
         similar = [
-            (cell.middle, len(cell.ratios) ** 2 * 8.0 ** (nearest - distance))
+            (cell.middle, len(cell.rounds) ** 2 * 8.0 ** (nearest - distance))
             for distance, cell in others
             if distance <= nearest + 3
         ]
         if own is None:
             return _weighted_median(similar) if similar else 1.0
-        votes = [(ratio, 1.0) for ratio in own.ratios]
+        last = own.rounds[-1][0]
+        votes = [(ratio, 0.5 ** ((last - at) / self._HALF_LIFE)) for at, ratio in own.rounds]
         if similar and nearest < _OTHER_KIND:
             votes.append((_weighted_median(similar), 1.5))
         return _weighted_median(votes)

@@ -219,7 +219,7 @@ class DDTreeWorker(DFlashWorkerV2):
         if on_publish is not None:
             on_publish(new_seq_lens)
         with stage("commit"):
-            result = self._commit(batch, window, verified, chosen, acceptance, new_seq_lens)
+            result = self._commit(batch, window, arm, verified, chosen, acceptance, new_seq_lens)
         self.rounds.finish(tree)
         if self.widths is not None:
             self.widths.launched(built, acceptance.path)
@@ -451,6 +451,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self,
         batch: ScheduleBatch,
         window: Window,
+        arm: Arm,
         verified: GenerationBatchResult,
         chosen: torch.Tensor,
         acceptance: Acceptance,
@@ -463,7 +464,8 @@ class DDTreeWorker(DFlashWorkerV2):
         path = torch.where(acceptance.path >= 0, acceptance.path, places)[:, :width]
         commit_lens = acceptance.lengths.to(torch.int32)
         rows = torch.arange(len(path), device=path.device)[:, None] * width + path
-        self._move_accepted_rows(window, path)
+        if arm.kind == TREE:  # a chain's rows, and a lone root's, lie in their places
+            self._move_accepted_rows(window, path)
         self._commit_states(batch, rows, commit_lens, width)
         self._extend_draft_cache(window, output.hidden_states, path, commit_lens)
         output.hidden_states = None
