@@ -28,14 +28,20 @@ def dflash(models: TinyModels) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_trees_and_chains_say_what_the_plain_server_says(
-    servers: ServerPool, tiny_models: TinyModels, tmp_path: Path, family: str
+    servers: ServerPool,
+    tiny_models: TinyModels,
+    tmp_path: Path,
+    family: str,
+    request: pytest.FixtureRequest,
 ) -> None:
+    """The chains of gpt-oss and DeepSeek-V3, which are upstream's, with `--slow`."""
     target = families.write_family(tmp_path / family, family)
     models = TinyModels(target, tiny_models.drafter)
     requests = tiny_requests(16, seed=5)
     plain = [outcome(a) for a in servers.get(*models.plain()).generate_all(requests)]
-    chains = servers.get(*dflash(models)).generate_all(requests, at_once=8)
-    assert [outcome(a) for a in chains] == plain
+    if family == "qwen3_moe" or request.config.getoption("--slow"):
+        chains = servers.get(*dflash(models)).generate_all(requests, at_once=8)
+        assert [outcome(a) for a in chains] == plain
     server = servers.get(*models.ddtree(WIDTH))
     trees = server.generate_all(requests)
     assert [outcome(a) for a in trees] == plain

@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .conftest import Server, outcome
+from . import tiny
+from .conftest import Server, ServerPool, TinyModels, outcome
+from .test_tree_equals_plain import mean_accept_length
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -144,6 +149,28 @@ def test_a_tree_holds_no_node_that_the_grammar_forbids(text_ddtree: Server) -> N
     meta = answer["meta_info"]
     assert answer["text"] == forced["regex"]
     assert meta["completion_tokens"] / meta["spec_verify_ct"] > 2
+
+
+@pytest.mark.parametrize(
+    "write",
+    [tiny.write_selector_drafter, pytest.param(tiny.write_domino_drafter, marks=pytest.mark.slow)],
+)
+def test_a_conditional_drafter_under_grammars(
+    servers: ServerPool,
+    text_models: TinyModels,
+    text_plain: Server,
+    tmp_path: Path,
+    write: Callable[..., Path],
+) -> None:
+    drafter = write(tmp_path / "drafter", vocabulary=300)
+    models = replace(text_models, drafter=drafter)
+    requests = [
+        one for grammar, _ in GRAMMARS.values() for one in requests_under(grammar, TOPICS[:1])
+    ] + requests_under({}, TOPICS[:4])
+    wanted = text_plain.generate_all(requests, at_once=8)
+    answers = servers.get(*models.ddtree(17)).generate_all(requests, at_once=8, seed=4)
+    assert [(a["text"], outcome(a)) for a in answers] == [(a["text"], outcome(a)) for a in wanted]
+    assert mean_accept_length(answers) > 1
 
 
 def test_sampled_answers_are_in_the_language(text_ddtree: Server) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -57,8 +58,12 @@ def write_target(folder: Path) -> Path:
     return _write(folder, settings, weights)
 
 
-def write_drafter(folder: Path, *, seed: int = 1, **config: object) -> Path:
-    """A random drafter in z-lab's checkpoint format for `write_target`'s models.
+def write_drafter(
+    folder: Path, *, seed: int = 1, vocabulary: int = VOCABULARY, **config: Any
+) -> Path:
+    """A random drafter in z-lab's checkpoint format for targets of `write_target`'s shape.
+
+    Its mask token is the vocabulary's last; a `dflash_config` adds to its own.
 
     Its final norm is small, so its distributions are nearly flat and its trees wide: about two
     thirds of the rounds accept a node.
@@ -77,23 +82,27 @@ def write_drafter(folder: Path, *, seed: int = 1, **config: object) -> Path:
         "num_hidden_layers": DRAFT_LAYERS,
         "num_target_layers": TARGET_LAYERS,
         "block_size": BLOCK_SIZE,
-        "dflash_config": {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": [0, 1]},
+        "vocab_size": vocabulary,
     }
+    draft = {"mask_token_id": vocabulary - 1, "target_layer_ids": [0, 1]}
+    settings["dflash_config"] = draft | config.pop("dflash_config", {})
     return _write(folder, settings | config, weights)
 
 
-def write_selector_drafter(folder: Path, *, seed: int = 1, rank: int = 8, top_k: int = 6) -> Path:
+def write_selector_drafter(
+    folder: Path, *, seed: int = 1, vocabulary: int = VOCABULARY, rank: int = 8, top_k: int = 6
+) -> Path:
     """A random DFlash2 drafter: `write_drafter`'s with convolutions and a candidate selector."""
     from safetensors.torch import load_file
 
     parts = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": rank,
              "selector_top_k": top_k}  # fmt: skip
-    draft = {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": [0, 1]} | parts
-    write_drafter(folder, seed=seed, architectures=["DFlash2DraftModel"], dflash_config=draft)
+    write_drafter(folder, seed=seed, vocabulary=vocabulary, architectures=["DFlash2DraftModel"],
+                  dflash_config=parts)  # fmt: skip
     generator = torch.Generator().manual_seed(seed + 1)
     weights = load_file(folder / "model.safetensors")
     for table in ("predecessor_codebook", "successor_codebook"):
-        weights[f"candidate_selector.{table}"] = _normal(generator, VOCABULARY, rank)
+        weights[f"candidate_selector.{table}"] = _normal(generator, vocabulary, rank)
     weights["candidate_selector.hidden_projection.weight"] = _normal(generator, rank, HIDDEN)
     for layer in range(DRAFT_LAYERS):
         for part in ("attention_conv", "mlp_conv"):
@@ -108,21 +117,25 @@ def write_selector_drafter(folder: Path, *, seed: int = 1, rank: int = 8, top_k:
 
 
 def write_domino_drafter(
-    folder: Path, *, seed: int = 1, width: int = 24, shift_label: bool = False
+    folder: Path,
+    *,
+    seed: int = 1,
+    vocabulary: int = VOCABULARY,
+    width: int = 24,
+    shift_label: bool = False,
 ) -> Path:
     """A random Domino drafter: `write_drafter`'s with a GRU over the drafted prefix."""
     from safetensors.torch import load_file
 
-    draft = {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": [0, 1],
-             "projector_type": "domino", "gru_hidden_dim": width, "emb_dim": 16,
+    parts = {"projector_type": "domino", "gru_hidden_dim": width, "emb_dim": 16,
              "pure_draft_prefix_len": 1, "shift_label": shift_label}  # fmt: skip
-    write_drafter(folder, seed=seed, dflash_config=draft)
+    write_drafter(folder, seed=seed, vocabulary=vocabulary, dflash_config=parts)
     generator = torch.Generator().manual_seed(seed + 1)
     weights = load_file(folder / "model.safetensors")
     shapes = {"prefix_gru.weight_ih_l0": (3 * width, HIDDEN),
               "prefix_gru.weight_hh_l0": (3 * width, width),
               "embed_proj.0.weight": (16, HIDDEN + width),
-              "embed_proj.2.weight": (VOCABULARY, 16)}  # fmt: skip
+              "embed_proj.2.weight": (vocabulary, 16)}  # fmt: skip
     weights |= {name: _normal(generator, *shape) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
