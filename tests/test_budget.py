@@ -295,8 +295,8 @@ def test_never_much_slower_than_the_best_arm_through_abrupt_loads(
             tokens = batch * sum(count * committed(sharpness)[arm] for arm, count in used.items())
             shares.append(tokens / trace.seconds / best_rate(sharpness, batch))
     # Hiccups of the machine in a row may lead to the best arm's neighbour, some 12 % slower.
-    assert min(shares) >= 0.85, shares
-    assert sum(shares) / len(shares) >= 0.96, shares
+    assert min(shares) >= 0.88, shares
+    assert sum(shares) / len(shares) >= 0.97, shares
 
 
 @pytest.mark.parametrize("sharpness", [0.5, 3.0, 8.0])
@@ -331,20 +331,22 @@ def drift(rounds: int, seed: int) -> Iterator[float]:
         yield exp(0.2 * state)
 
 
-@pytest.mark.parametrize(("sharpness", "honest"), [(8.0, False), (3.0, True)])
+@pytest.mark.parametrize(
+    ("sharpness", "honest"), [(8.0, False), (2.0, True), (3.0, True), (4.0, True)]
+)
 def test_a_machine_that_changes_its_pace_misleads_nobody(sharpness: float, honest: bool) -> None:
-    """What was measured of arms at another pace does not outlive the first look at them since."""
+    """Arms are told apart that differ by less than the machine does from one time to another."""
     shares = []
-    rate = best_rate(sharpness, 1) if honest else 1 / _TRUE.round_seconds(Arm(PLAIN, 1), 1, BLOCK)
+    tokens = committed(sharpness) if honest else dict.fromkeys(ARMS, 1.0)
+    rate = max(tokens[arm] / _TRUE.round_seconds(arm, 1, BLOCK) for arm in ARMS)
     for seed in range(6):
         trace = Trace(new_controller(), World(sharpness, honest=honest), seed)
-        tokens = best = 0.0
-        for pace in drift(1000, seed):
-            trace.run(1, batch=1, pace=pace)
-            tokens += trace.tokens
+        got = best = 0.0
+        for pace in drift(800, seed):
+            got += sum(tokens[arm] for arm in trace.run(1, batch=1, pace=pace))
             best += trace.seconds / pace * rate
-        shares.append(tokens / best)
-    assert min(shares) >= 0.95, shares
+        shares.append(got / best)
+    assert min(shares) >= 0.97, shares
 
 
 def test_probes_find_a_drafter_that_has_become_good() -> None:

@@ -4,7 +4,7 @@ Plain decoding, the drafter's chain and trees of several widths are the *arms* o
 made anew every round. An arm is worth its expected committed tokens per second:
 
 * `StepCost` is the price list: seconds of a verify forward by tokens, of drafting and of the rest
-  of a round, measured by `ddtree calibrate`. `RoundCosts` corrects it with running medians of
+  of a round, measured by `ddtree calibrate`. `RoundCosts` corrects it with
   served rounds.
 * `Gain` is what a round commits. A tree's expected length is the sum of its prefixes'
   probabilities (arXiv 2604.12989, Proposition 1) if the drafter's probabilities are honest; here
@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
-from math import exp, log2
+from math import exp, log, log2
 from pathlib import Path
 from statistics import median
 
@@ -293,64 +292,80 @@ def _context_slope(cells: Mapping[tuple[int, int], Sequence[float]]) -> float:
     return max(0.0, median(slopes)) if slopes else 0.0
 
 
-@dataclass
-class _Cell:
-    """The last rounds of one arm at one load: when, and as a multiple of the price list."""
-
-    rounds: deque[tuple[int, float]]
-    middle: float = 0.0
-
-
-# How little plain rounds say about drafted ones, in steps of `_load`: less than any batch's.
-_OTHER_KIND = 32.0
-
-
 class RoundCosts:
-    """The price list, corrected by running medians of served rounds.
+    """The price list, corrected by served rounds.
+
+    A round takes its listed price, times the machine's pace at the time, times a factor of its arm
+    at its load. Arms are mostly measured at different times, and a machine that others use changes
+    its pace by more than arms differ, so both are estimated together: a Kalman filter over their
+    logarithms, in which the pace wanders from round to round and the factors, alike for arms and
+    loads that are alike, hardly move. Rounds in a row at one pace thus tell what the arms are to
+    each other, and a slow spell tells nothing.
 
     Args:
         arms: the arms in the order of `estimate`'s result.
         prior: from a calibration, or `StepCost.assumed`; its scale need not be right.
-        memory: rounds of a kind that a running median looks back on.
     """
 
-    # A vote counts half after so many other rounds: the machine has changed its pace since.
-    _HALF_LIFE = 32
+    # Standard deviations of logarithms: factors, one round's pace from the last one's, and noise.
+    _FACTOR, _STEP, _NOISE = 0.2, 0.08, 0.05
+    # A round that differs from what was expected by more deviations than this counts as if by this.
+    _LIMIT = 1.5
+    # Factors go back to the price list by this share every round, or what is unused would stay.
+    _FORGET = 1 / 2000
+    # As many steps of `_load` are told apart: batches up to 256.
+    _LOADS = 17
 
-    def __init__(
-        self, arms: Sequence[Arm], prior: StepCost, block_size: int, memory: int = 9
-    ) -> None:
+    def __init__(self, arms: Sequence[Arm], prior: StepCost, block_size: int) -> None:
         self._arms = list(arms)
         self._prior = prior
         self._block_size = block_size
-        self._memory = memory
-        self._cells: dict[tuple[int, int], _Cell] = {}
-        self._round = 0
         self._widest_first = sorted(range(len(arms)), key=lambda i: -arms[i].width)
-        self._distances = [[self._distance(i, j) for j in self._arms] for i in self._arms]
+        loads = torch.arange(self._LOADS, dtype=torch.float64)
+        self._factors = self._FACTOR**2 * torch.kron(_alike(loads, 6.0), self._alike_arms())
+        # The pace comes first, then every load's arms; nothing is known of the pace.
+        self._mean = torch.zeros(1 + len(self._factors), dtype=torch.float64)
+        self._covariance = torch.block_diag(torch.full((1, 1), 25.0), self._factors)
+
+    def _alike_arms(self) -> Tensor:
+        """Correlations of the arms' factors: by width, and little between plain and drafted."""
+        widths = torch.tensor([log2(arm.width) for arm in self._arms], dtype=torch.float64)
+        drafts = torch.tensor([arm.drafts for arm in self._arms])
+        alike = _alike(widths, 3.0) * torch.where(drafts[:, None] == drafts, 1.0, 0.3)
+        return 0.95 * alike + 0.05 * torch.eye(len(widths))
+
+    def _places(self, batch: int) -> slice:
+        first = 1 + min(_load(batch), self._LOADS - 1) * len(self._arms)
+        return slice(first, first + len(self._arms))
 
     def observe(self, arm: Arm, batch: int, context: int, seconds: float) -> None:
         """Take note of one served round."""
-        expected = self._prior.round_seconds(arm, batch, self._block_size, context)
-        key = (self._arms.index(arm), _load(batch))
-        cell = self._cells.setdefault(key, _Cell(deque(maxlen=self._memory)))
-        self._round += 1
-        cell.rounds.append((self._round, seconds / expected))
-        cell.middle = median(ratio for _, ratio in cell.rounds)
+        mean, covariance = self._mean, self._covariance
+        mean[1:] *= 1 - self._FORGET
+        covariance[0, 1:] *= 1 - self._FORGET
+        covariance[1:, 0] *= 1 - self._FORGET
+        covariance[1:, 1:].lerp_(self._factors, 2 * self._FORGET)
+        covariance[0, 0] += self._STEP**2
+        place = self._places(batch).start + self._arms.index(arm)
+        column = covariance[0] + covariance[place]
+        variance = float(column[0] + column[place]) + self._NOISE**2
+        listed = self._prior.round_seconds(arm, batch, self._block_size, context)
+        surprise = log(seconds / listed) - float(mean[0] + mean[place])
+        variance *= max(1.0, abs(surprise) / variance**0.5 / self._LIMIT)
+        mean.add_(column, alpha=surprise / variance)
+        covariance.addr_(column, column, alpha=-1 / variance)
 
     def estimate(self, batch: int, context: int) -> list[float]:
-        """Seconds of a round by arm; a narrower one never costs more than a wider one.
+        """Seconds of a round by arm, at the present pace.
 
-        What disturbs a measurement makes it longer, so of two that contradict each other the
-        shorter is right. Plain rounds are the narrowest: after a slow spell of the machine they
-        must not look dearer than drafted ones from before it, nor as dear, or nothing would lead
-        back to them. Half of what the price list says that they save is never doubted.
+        A narrower arm never costs more than a wider one, and half of what plain rounds, the
+        narrowest, save by the price list is never doubted, or nothing would lead back to them.
         """
-        load = _load(batch)
         listed = [
             self._prior.round_seconds(arm, batch, self._block_size, context) for arm in self._arms
         ]
-        seconds = [self._ratio(index, load) * price for index, price in enumerate(listed)]
+        factors = (self._mean[0] + self._mean[self._places(batch)]).exp().tolist()
+        seconds = [factor * price for factor, price in zip(factors, listed, strict=True)]
         for wide, narrow in pairwise(self._widest_first):
             most = seconds[wide]
             if not self._arms[narrow].drafts:
@@ -358,49 +373,10 @@ class RoundCosts:
             seconds[narrow] = min(seconds[narrow], most)
         return seconds
 
-    def _ratio(self, index: int, load: int) -> float:
-        """The median over rounds like this one, recent ones first.
 
-        Similar rounds have one and a half votes together: an arm's first round at a load may be an
-        outlier, and does not outvote them; two do.
-        """
-        own = self._cells.get((index, load))
-        others = [
-            (abs(load - at) + self._distances[index][arm], cell)
-            for (arm, at), cell in self._cells.items()
-            if cell is not own
-        ]
-        nearest = min((distance for distance, _ in others), default=0.0)
-        similar = [
-            (cell.middle, len(cell.rounds) ** 2 * 8.0 ** (nearest - distance))
-            for distance, cell in others
-            if distance <= nearest + 3
-        ]
-        if own is None:
-            return _weighted_median(similar) if similar else 1.0
-        last = own.rounds[-1][0]
-        votes = [(ratio, 0.5 ** ((last - at) / self._HALF_LIFE)) for at, ratio in own.rounds]
-        if similar and nearest < _OTHER_KIND:
-            votes.append((_weighted_median(similar), 1.5))
-        return _weighted_median(votes)
-
-    @staticmethod
-    def _distance(one: Arm, two: Arm) -> float:
-        """How little one arm's rounds say about another's, in steps of `_load`."""
-        if one == two:
-            return 0.0
-        apart = 1 + 2 * abs(log2(one.width / two.width))
-        return apart + (_OTHER_KIND if one.drafts != two.drafts else 0)
-
-
-def _weighted_median(votes: list[tuple[float, float]]) -> float:
-    """The value at half the weight of (value, weight), at least one."""
-    half = sum(weight for _, weight in votes) / 2
-    for value, weight in sorted(votes):
-        half -= weight
-        if half <= 0:
-            return value
-    return value
+def _alike(places: Tensor, reach: float) -> Tensor:
+    """Correlations that fall exponentially with the distance of `places`, float [N, N]."""
+    return (-(places[:, None] - places).abs() / reach).exp()
 
 
 def _load(batch: int) -> int:
