@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from test_model import CONFIG, ROPE, make_model, tiny_target
 
 from ddtree.drafter import DFlashConfig, DrafterError, load_drafter, save_drafter
+from ddtree.drafter.config import check_fits_target
 
 # The keys and the weight names of z-lab/Qwen3-8B-DFlash-b16, at toy widths.
 ZLAB = {
@@ -152,6 +153,18 @@ def test_refused_with_one_clear_sentence(case, tmp_path):
     with pytest.raises(DrafterError, match=message) as caught:
         load_drafter(write(tmp_path, config), target=tiny_target())
     assert "\n" not in str(caught.value)
+
+
+def test_heads_of_latent_attention_say_nothing_about_a_drafters():
+    from transformers import DeepseekV3Config
+
+    target = DeepseekV3Config(
+        hidden_size=32, num_hidden_layers=6, num_attention_heads=4, qk_rope_head_dim=8,
+        kv_lora_rank=16, rope_theta=10000.0,
+    )  # fmt: skip
+    check_fits_target(DFlashConfig.from_dict(ZLAB), target, rows=97)
+    with pytest.raises(DrafterError, match="num_target_layers 9 and the target 6"):
+        check_fits_target(DFlashConfig.from_dict(changed(num_target_layers=9)), target, rows=97)
 
 
 def test_weights_of_another_variant_are_refused(tmp_path):

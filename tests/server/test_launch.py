@@ -119,11 +119,12 @@ def test_a_missing_drafter_is_named(launch: LaunchProbe, tiny_models: TinyModels
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"hidden_size": 32}, "hidden size 32 and the target 64"),
-        ({"num_target_layers": 7}, "number of target layers 7 and the target 3"),
-        ({"rope_theta": 500.0}, "rotary base 500.0 and the target 10000.0"),
+        ({"hidden_size": 32}, "hidden_size 32 and the target 64"),
+        ({"num_target_layers": 7}, "num_target_layers 7 and the target 3"),
+        ({"head_dim": 8}, "head_dim 8 and the target 16"),
+        ({"rope_theta": 500.0}, "rope_theta 500.0 and the target 10000.0"),
         ({"vocab_size": 999, "dflash_config": {"mask_token_id": 900, "target_layer_ids": [0]}},
-         "mask token 900 is outside"),
+         "mask_token_id 900 is outside"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "is a Qwen3ForCausalLM drafter"),
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0], "selector_rank": 4}},
          "would be loaded without them"),

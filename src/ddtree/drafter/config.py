@@ -222,6 +222,43 @@ def target_rope_parameters(config: Any) -> dict[str, Any] | None:
     return read_rope_parameters(raw)
 
 
+def target_head_dim(config: Any) -> int:
+    """Head size of a transformers (text) config."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def check_fits_target(drafter: DFlashConfig, target: Any, rows: int) -> None:
+    """Refuse a drafter that was not made for this target.
+
+    Args:
+        target: its transformers (text) config.
+        rows: of its embedding.
+    Raises:
+        DrafterError: hidden size, layers, head size, rotary base or vocabulary differ.
+    """
+    pairs: dict[str, tuple[float, float]] = {
+        "hidden_size": (drafter.hidden_size, target.hidden_size),
+        "num_target_layers": (drafter.num_target_layers, target.num_hidden_layers),
+    }
+    # Heads of latent attention have sizes that a drafter's have not.
+    if getattr(target, "kv_lora_rank", None) is None:
+        pairs["head_dim"] = (drafter.head_dim, target_head_dim(target))
+    rope = target_rope_parameters(target)
+    if rope is not None:
+        pairs["rope_theta"] = (drafter.rope_theta, float(rope["rope_theta"]))
+    for name, (ours, wanted) in pairs.items():
+        if ours != wanted:
+            raise DrafterError(
+                f"the drafter has {name} {ours} and the target {wanted}; "
+                "use a drafter trained for this target"
+            )
+    if drafter.mask_token_id >= rows:
+        raise DrafterError(
+            f"mask_token_id {drafter.mask_token_id} is outside the target's vocabulary of {rows}; "
+            "use a drafter trained for this target"
+        )
+
+
 def _need(raw: Mapping[str, Any], key: str) -> Any:
     if raw.get(key) is None:
         raise DrafterError(f"the drafter's config.json lacks {key}; it is not a DFlash checkpoint")

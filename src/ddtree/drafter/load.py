@@ -15,7 +15,9 @@ from ddtree.drafter.config import (
     CONFIG_FILE,
     DFlashConfig,
     DrafterError,
+    check_fits_target,
     default_target_layer_ids,
+    target_head_dim,
     target_rope_parameters,
 )
 from ddtree.drafter.model import ContextCache, DFlashDraftModel
@@ -100,11 +102,11 @@ def load_drafter(
     """
     folder = _resolve(path_or_hub_id)
     config = DFlashConfig.read(folder)
-    check_fits_target(config, target)
+    embedding = target.get_input_embeddings().weight
+    check_fits_target(config, _text_config(target), len(embedding))
     with torch.device("meta"):
         model = DFlashDraftModel(config)
     weights = _read_weights(folder)
-    embedding = target.get_input_embeddings().weight
     dtype = dtype or embedding.dtype
     _fill(model, weights)
     return Drafter(model.to(embedding.device, dtype).eval().requires_grad_(False), target)
@@ -156,7 +158,7 @@ def config_for_target(target: Any, **choices: Any) -> DFlashConfig:
         "hidden_size": theirs.hidden_size,
         "num_attention_heads": heads,
         "num_key_value_heads": theirs.num_key_value_heads,
-        "head_dim": getattr(theirs, "head_dim", None) or theirs.hidden_size // heads,
+        "head_dim": target_head_dim(theirs),
         "intermediate_size": theirs.intermediate_size,
         "vocab_size": theirs.vocab_size,
         "num_target_layers": theirs.num_hidden_layers,
@@ -190,36 +192,6 @@ def random_drafter(
     embedding = target.get_input_embeddings().weight
     model = model.to(embedding.device, embedding.dtype).eval().requires_grad_(False)
     return Drafter(model, target)
-
-
-def check_fits_target(config: DFlashConfig, target: Any) -> None:
-    """Refuse a drafter that was not made for this target.
-
-    Raises:
-        DrafterError: hidden size, vocabulary, layers, head size or rotary base differ.
-    """
-    theirs = _text_config(target)
-    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    pairs: dict[str, tuple[float, float]] = {
-        "hidden_size": (config.hidden_size, theirs.hidden_size),
-        "num_target_layers": (config.num_target_layers, theirs.num_hidden_layers),
-        "head_dim": (config.head_dim, head_dim),
-    }
-    rope = target_rope_parameters(theirs)
-    if rope is not None:
-        pairs["rope_theta"] = (config.rope_theta, float(rope["rope_theta"]))
-    for name, (ours, wanted) in pairs.items():
-        if ours != wanted:
-            raise DrafterError(
-                f"the drafter has {name} {ours} and the target {wanted}; "
-                "use a drafter trained for this target"
-            )
-    rows = target.get_input_embeddings().weight.shape[0]
-    if config.mask_token_id >= rows:
-        raise DrafterError(
-            f"mask_token_id {config.mask_token_id} is outside the target's vocabulary of {rows}; "
-            "use a drafter trained for this target"
-        )
 
 
 def _text_config(target: Any) -> Any:

@@ -26,7 +26,7 @@ from ddtree.drafter.config import (
     SELECTOR,
     DFlashConfig,
     DrafterError,
-    target_rope_parameters,
+    check_fits_target,
 )
 from ddtree.sglang.cpu import ATTENTION_BACKEND
 from ddtree.sglang.settings import AUTO, Settings
@@ -53,7 +53,8 @@ def resolve_arguments(server_args: Any, platform: SRTPlatform) -> None:
     if drafter.kind != PLAIN:
         _refuse_plain_only(server_args, settings, drafter.kind)
     target = ModelConfig.from_server_args(server_args)
-    _check_pair(drafter, target)
+    _refuse_images(target)
+    check_fits_target(drafter, target.hf_text_config, target.vocab_size)
     _resolve_widths(server_args, drafter, target)
     _resolve_backends(server_args, platform, target)
     if settings.budget == AUTO:
@@ -152,31 +153,12 @@ def _read_drafter(args: Any) -> DFlashConfig:
         raise ValueError(f"DDTREE cannot use this drafter: {error}.") from None
 
 
-def _check_pair(drafter: DFlashConfig, target: ModelConfig) -> None:
-    """Refuse a drafter made for another target, and targets a tree cannot be verified on."""
+def _refuse_images(target: ModelConfig) -> None:
     if target.is_multimodal:
         raise ValueError(
             f"This target is a {target.hf_config.model_type}, which takes more than text, and "
             "DDTREE verifies trees of text; leave --speculative-algorithm out, or serve a target "
             "that takes text only."
-        )
-    pairs: dict[str, tuple[float, float]] = {
-        "hidden size": (drafter.hidden_size, target.hidden_size),
-        "number of target layers": (drafter.num_target_layers, target.num_hidden_layers),
-    }
-    rope = target_rope_parameters(target.hf_text_config)
-    if rope is not None:
-        pairs["rotary base"] = (drafter.rope_theta, float(rope["rope_theta"]))
-    for name, (ours, wanted) in pairs.items():
-        if ours != wanted:
-            raise ValueError(
-                f"The drafter has {name} {ours} and the target {wanted}; use a drafter that was "
-                "trained for this target."
-            )
-    if drafter.mask_token_id >= target.vocab_size:
-        raise ValueError(
-            f"The drafter's mask token {drafter.mask_token_id} is outside the target's vocabulary "
-            f"of {target.vocab_size}; use a drafter that was trained for this target."
         )
 
 
