@@ -428,8 +428,8 @@ class TorchMamba2Backend(TorchRecurrentBackend):
         visibility: torch.Tensor,
     ) -> tuple[torch.Tensor, TreeUpdate]:
         heads, groups = layer.num_heads // layer.tp_size, layer.n_groups // layer.tp_size
-        sizes = (heads * layer.head_dim, *(2 * (groups * layer.ssm_state_size,)))
-        x, keys, queries = convolved.split(sizes, dim=-1)
+        shared = groups * layer.ssm_state_size
+        x, keys, queries = convolved.split((heads * layer.head_dim, shared, shared), dim=-1)
         x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
         keys, queries = (
             part.unflatten(-1, (groups, -1)).transpose(1, 2).repeat_interleave(heads // groups, 1)
