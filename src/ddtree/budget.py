@@ -4,8 +4,8 @@ Plain decoding, the drafter's chain and trees of several widths are the *arms* o
 made anew every round. An arm is worth its expected committed tokens per second:
 
 * `StepCost` is the price list: seconds of a verify forward by tokens, of drafting and of the rest
-  of a round, measured by `ddtree calibrate`. `RoundCosts` corrects it with
-  served rounds.
+  of a round, measured by `ddtree calibrate`. `RoundCosts` corrects it with served rounds, and
+  tells the machine's pace from the arms' costs.
 * `Gain` is what a round commits. A tree's expected length is the sum of its prefixes'
   probabilities (arXiv 2604.12989, Proposition 1) if the drafter's probabilities are honest; here
   they are scaled to the acceptance that was seen. Nodes come in order of score, so the first n
