@@ -2,10 +2,13 @@
 
 One server per mode: plain, DFLASH, DDTREE at fixed widths and at a chosen one; then plain and a
 chosen width with an untrained drafter. All are started first and sleep while they have nothing to
-do; then the modes take turns (A B C A B C ...) for every concurrency, so that a noisy machine
-disturbs all alike. One JSON line per prompt file, mode, drafter and concurrency: the median of
-output tokens per second over the repetitions, and of auto's rate over each other mode's in the same
-turn.
+do; then the modes take turns (A B C B C A ...) for every concurrency, one prompt per request in
+flight, so that a noisy machine disturbs all alike.
+
+One JSON line per prompt file, mode, drafter and concurrency, written when it is measured: output
+tokens per second of every turn; for auto also its ratios to the others in the same turn, the median
+with its 95 % bootstrap interval over turns, and so to the best of them. Which one that is, is told
+by the turns other than the one compared: the fastest of several noisy numbers is too fast.
 
     python benchmarks/never_slower.py --prompts prompts.jsonl --out benchmarks/results/FILE.jsonl
 
@@ -30,13 +33,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ddtree.bench.process import ServerProcess
+from ddtree.bench.results import paired_ratio
 from ddtree.train.prompts import read_prompts
 
 SHIPPED, UNTRAINED = "shipped", "untrained"
 AUTO = "auto"
 _PROMPTS = 64
-_LEAST = 4  # answers in a turn; the rate of a single one is mostly noise
+_LEAST_TURNS = 5
 _LONGEST = 2000  # characters; what is longer measures prefill
 
 
@@ -146,44 +152,42 @@ def running(
 
 def measure(
     servers: dict[Mode, Server], name: str, prompts: list[str], asked: argparse.Namespace
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Rates of every mode on the prompts called `name`, taking turns, for every concurrency."""
-    records = []
     for concurrency in asked.concurrency:
         rates: dict[Mode, list[float]] = {mode: [] for mode in servers}
-        for turn in range(asked.repetitions):
-            for mode, server in servers.items():
-                count = max(asked.requests * concurrency, _LEAST)
-                mine = [prompts[(turn * count + i) % len(prompts)] for i in range(count)]
-                rates[mode].append(server.rate(mine, concurrency, asked.tokens))
+        for turn in range(max(_LEAST_TURNS, asked.answers // concurrency)):
+            mine = [prompts[(turn * concurrency + i) % len(prompts)] for i in range(concurrency)]
+            first = turn % len(servers)
+            for mode in [*servers][first:] + [*servers][:first]:
+                rates[mode].append(servers[mode].rate(mine, concurrency, asked.tokens))
             print(name, concurrency, turn, {f"{m.name} {m.drafter}": round(r[-1], 1)
                                             for m, r in rates.items()}, flush=True)  # fmt: skip
-        records += [
-            {"prompts": name} | _record(mode, concurrency, rates, server)
-            for mode, server in servers.items()
-        ]
-    return records
+        for mode, server in servers.items():
+            record = {
+                "prompts": name, "mode": mode.name, "drafter": mode.drafter,
+                "concurrency": concurrency, "tokens_per_second": rates[mode],
+                "median": statistics.median(rates[mode]),
+            }  # fmt: skip
+            if mode.name == AUTO:
+                rivals = {m.name: r for m, r in rates.items() if m != mode}
+                record["over"] = {n: paired_ratio(rates[mode], r) for n, r in rivals.items()}
+                record["over_best"] = paired_ratio(rates[mode], best_elsewhere([*rivals.values()]))
+                record["rounds_so_far"] = server.rounds()
+            yield record
 
 
-def _record(
-    mode: Mode, concurrency: int, rates: dict[Mode, list[float]], server: Server
-) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "mode": mode.name, "drafter": mode.drafter, "concurrency": concurrency,
-        "tokens_per_second": rates[mode], "median": statistics.median(rates[mode]),
-    }  # fmt: skip
-    if mode.name == AUTO:
-        rivals = [m for m in rates if m != mode]
-        record["over"] = {
-            rival.name: statistics.median(
-                mine / theirs for mine, theirs in zip(rates[mode], rates[rival], strict=True)
-            )
-            for rival in rivals
-        }
-        best = max(statistics.median(rates[rival]) for rival in rivals)
-        record["over_best"] = record["median"] / best
-        record["rounds_so_far"] = server.rounds()
-    return record
+def best_elsewhere(rates: list[list[float]]) -> list[float]:
+    """By turn, the rate of the contender that is best, relative to its turn, in the other turns.
+
+    Args:
+        rates: by contender and turn.
+    """
+    table = np.array(rates)
+    relative = table / np.median(table, axis=0)
+    turns = range(table.shape[1])
+    best = [np.median(np.delete(relative, turn, axis=1), axis=1).argmax() for turn in turns]
+    return [float(table[row, turn]) for row, turn in zip(best, turns, strict=True)]
 
 
 def main() -> None:
@@ -195,9 +199,8 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[9, 17, 33])
     parser.add_argument("--auto-width", type=int, default=33)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--requests", type=int, default=2, help="per client and turn")
+    parser.add_argument("--answers", type=int, default=64, help="per mode and case")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
 
@@ -210,28 +213,24 @@ def main() -> None:
     shipped = asked.drafter or Path(shipped_drafter() or parser.error("no drafter is shipped"))
     tokenizer = AutoTokenizer.from_pretrained(target)
     prompts = {path.name: chat_prompts(path, tokenizer) for path in asked.prompts}
-    with tempfile.TemporaryDirectory() as folder:
+    conditions = {
+        "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+        "threads": asked.threads, "tokens": asked.tokens, "dtype": "bfloat16",
+        "sglang": version("sglang"), "torch": version("torch"),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder, asked.out.open("w", encoding="utf-8") as out:
         drafters = {
             SHIPPED: shipped,
             UNTRAINED: untrained_drafter(target, shipped, Path(folder) / "untrained"),
         }
-        records = []
         for name, drafter in drafters.items():
             compared = modes(name, drafter, asked.widths, asked.auto_width)
             with running(compared, target, asked, Path(folder)) as servers:
                 for server in servers.values():
                     server.rate(next(iter(prompts.values()))[:2], 2, 16)  # warm-up
                 for file, texts in prompts.items():
-                    records += measure(servers, file, texts, asked)
-    conditions = {
-        "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-        "threads": asked.threads, "tokens": asked.tokens, "requests": asked.requests,
-        "repetitions": asked.repetitions, "dtype": "bfloat16",
-        "sglang": version("sglang"), "torch": version("torch"),
-    }  # fmt: skip
-    with asked.out.open("w", encoding="utf-8") as out:
-        for record in records:
-            out.write(json.dumps(record | conditions) + "\n")
+                    for record in measure(servers, file, texts, asked):
+                        print(json.dumps(record | conditions), file=out, flush=True)
 
 
 if __name__ == "__main__":

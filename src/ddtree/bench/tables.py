@@ -178,7 +178,7 @@ def _side_by_side(file: Path, part: str) -> str:
         head = ["", "tokens/s", "speed-up", "tau", "outputs equal to plain decoding's"]
         rows = [
             [name, f"{o['tokens_per_second']:.1f}",
-             "{:.2f} ({:.2f}\u2013{:.2f})".format(*o["speedup"]), f"{o['tau']:.2f}",
+             _ratio(o["speedup"]), f"{o['tau']:.2f}",
              f"{o['equal']} of {o['outputs']}"]
             for name, o in record["decoding"].items()
         ]  # fmt: skip
@@ -193,7 +193,7 @@ def _side_by_side(file: Path, part: str) -> str:
 
 
 def _never_slower(file: Path) -> str:
-    """Rates by case, and auto's against the best of the others with its drafter."""
+    """Rates by case, and auto's over plain's and over the best of the others with its drafter."""
     records = _records(file)
     names = list(dict.fromkeys(r["mode"] for r in records if r["drafter"] != "untrained"))
     head = [
@@ -201,7 +201,8 @@ def _never_slower(file: Path) -> str:
         "requests in flight",
         "drafter",
         *(f"{name}, tokens/s" for name in names),
-        "auto / best",
+        "auto / plain (95 %)",
+        "auto / best (95 %)",
     ]
     rows = []
     for auto in (r for r in records if "over_best" in r):
@@ -212,8 +213,15 @@ def _never_slower(file: Path) -> str:
             if [r["prompts"], r["concurrency"], r["drafter"]] == case
         }
         shown = [rates.get(name, "") for name in names]
-        rows.append([*map(str, case), *shown, f"{auto['over_best']:.2f}"])
+        ratios = [_ratio(auto["over"]["plain"]), _ratio(auto["over_best"])]
+        rows.append([*map(str, case), *shown, *ratios])
     return markdown_table(head, rows)
+
+
+def _ratio(measured: Sequence[float]) -> str:
+    """A ratio with its interval, from (ratio, low, high)."""
+    ratio, low, high = measured
+    return f"{ratio:.2f} ({low:.2f}\u2013{high:.2f})"
 
 
 def _placement(file: Path) -> str:
